@@ -44,26 +44,22 @@ def test_dots_are_the_rows_and_a_share_of_none_has_a_place_on_a_logarithmic_axis
     assert 10 ** figure.layout.yaxis.range[0] < drawing.FEWEST
 
 
-def test_entropies_stand_at_their_heads(audits):
-    table = audits[0].part("entropies").table
-    before, after, change = drawing.entropies(table).data
-    for row in table.to_dict("records"):
-        at = (row["layer"], row["head"])
-        assert before.z[at] == pytest.approx(row["share_before"])
-        assert after.z[at] == pytest.approx(row["share_after"])
-        assert change.z[at] == pytest.approx(row["difference"], abs=1e-6)
-
-
-def test_outliers_stand_at_their_layers():
+def test_outliers_stand_at_their_sizes_on_logarithmic_axes():
     table = pd.DataFrame(
-        {"layer": [1, 2, 2], "dimension": [7, 7, 3], "before": [0.5, 0.6, 0.0], "after": [0.1, 0.0, 0.4]}
+        {
+            "layer": [1, 2],
+            "dimension": [7, 3],
+            "before": [50.0, 2.0],
+            "after": [1.0, 40.0],
+            "status": ["lost", "new"],
+        }
     )
-    before, after = drawing.outliers(table, [3, 7], 4).data
-    nan = np.nan
-    np.testing.assert_allclose(before.z, [[nan, nan, 0, nan], [nan, 0.5, 0.6, nan]])
-    np.testing.assert_allclose(after.z, [[nan, nan, 0.4, nan], [nan, 0.1, 0, nan]], rtol=1e-6)
-    assert list(before.y) == ["3", "7"]
-    assert {trace.zmax for trace in (before, after)} == {0.6}  # a share of a hundredth is seen, too
+    figure = drawing.scatter(table, drawing.OUTLIER_DOTS)
+    line, _, lost, new, _ = figure.data
+    assert (line.x[0], line.x[1]) == (1, 50)
+    assert (lost.x[0], lost.y[0], new.x[0], new.y[0]) == (50, 1, 2, 40)
+    assert lost.text[0].startswith("layer 1, dimension 7")
+    assert figure.layout.xaxis.type == figure.layout.yaxis.type == "log"
 
 
 def test_figures_side_by_side_share_colours_and_mark_their_own_sinks():

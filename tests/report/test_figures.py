@@ -88,7 +88,7 @@ def test_declared_noise_floors_are_drawn_and_what_is_at_one_says_so(
 
 
 def keys_of(run: Run) -> set[str]:
-    return {exhibit.key for exhibit in EXHIBITS if exhibit.available(run)}
+    return {exhibit.key for exhibit in EXHIBITS if exhibit.of(run)}
 
 
 def test_what_a_run_lacks_is_left_out(run: Run) -> None:

@@ -124,7 +124,6 @@ def test_what_a_split_does_not_have_is_said():
     split = random_split(9)
     for changed, words in (
         ({"head": 1}, "head 1 does not exist"),
-        ({"context": 2}, "context 2 does not exist"),
         ({"first": 9}, "position 9 does not exist"),
         ({"tokens": ["a"]}, "1 tokens for a context of 9"),
     ):

@@ -91,7 +91,7 @@ def test_the_page_shows_pictures_and_no_text_of_sinks(images):
     assert sink_texts(images) == []
     assert sink_texts(make_run())
     for exhibit in EXHIBITS:
-        assert (f'id="data-{exhibit.key}"' in page) == exhibit.available(images)
+        assert (f'id="data-{exhibit.key}"' in page) == bool(exhibit.of(images))
     line = "images of 4 × 5 patches and [CLS], register 1, register 2 and register 3 before"
     assert line in text_line(images.provenance)
     assert "ten lowest frequencies" not in page  # of ten rows or columns at most, they are all

@@ -101,7 +101,7 @@ def explore_command(
                 corpora = [opening.read_first(name, None if runs else text) for name in names]
                 opened = [opening.open(name) for name in names]
                 called = names_of([each.id for each in opened])
-                check_pair(list(zip(called, opened, strict=True)))
+                check_pair(dict(zip(called, opened, strict=True)))
                 surveys: list[Run] | list[PlannedSurvey]
                 if runs:
                     surveys = finished

@@ -95,8 +95,8 @@ FIGURES: dict[str, Draw] = {
     "sinks": functools.partial(drawing.scatter, shown=drawing.SINK_DOTS),
     "tags": functools.partial(drawing.scatter, shown=drawing.TAG_DOTS),
     OUTPUTS: functools.partial(drawing.scatter, shown=drawing.OUTPUT_DOTS),
-    "entropies": drawing.entropies,
-    "outlier dimensions": drawing.outliers,
+    "entropies": functools.partial(drawing.scatter, shown=drawing.ENTROPY_DOTS),
+    "outlier dimensions": functools.partial(drawing.scatter, shown=drawing.OUTLIER_DOTS),
     "positional basis": drawing.positions,
     "spectra": functools.partial(drawing.scatter, shown=drawing.SPECTRUM_DOTS),
 }
@@ -109,10 +109,6 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
         tables = {audit.other: part.table for audit in audits for part in audit.parts if part.name == name}
         if not any(map(len, tables.values())):
             continue
-        if draw is drawing.outliers:  # all comparisons have the same rows and columns
-            dimensions = sorted({int(each) for table in tables.values() for each in table["dimension"]})
-            layers = 1 + audits[0].runs[audits[0].reference]["model"]["layers"]
-            draw = functools.partial(drawing.outliers, dimensions=dimensions, layers=layers)
         figures = [functools.partial(draw, table) for table in tables.values()]
 
         def picked(index: int, figures: Sequence[Callable[[], go.Figure]] = figures) -> go.Figure:

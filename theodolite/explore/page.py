@@ -1,8 +1,4 @@
-"""The gradio page, its components, and which panels follow which click; and how it is served, to this machine only.
-
-Every panel's content is made in `panels`. Only the page itself is answered, with nothing fetched from another machine,
-and no file is taken. gradio's own `launch` has no such limits, and binds its port after the models were read.
-"""
+"""The gradio page: its components, which panels follow which click, and how it is served, to this machine only."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import contextlib
 import functools
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 from urllib.parse import urlencode
@@ -28,7 +24,7 @@ from theodolite.report.content import subtitle, text_line
 from theodolite.report.data import opening_head
 from theodolite.system.wording import head_name, visible
 
-OPENING = "few-shot"
+OPENING, LABEL = "few-shot", "prompt (Shift+Enter or Run reads it)"
 CONSTITUENTS = (
     "The query-key product in parts that depend on position, context, both or neither; they sum to QK, the model's own "
     "logits. pos is the contribution of position and cvec that of token and context, in the order query-key: pos-cvec "
@@ -40,10 +36,7 @@ ON_PROMPT: tuple[tuple[Draw, ...], ...] = (
     (panels.head_map, panels.attention),
     (panels.next_tokens, panels.block, panels.sinks, panels.tags),
 )
-WITH_TEXT: tuple[tuple[Draw, ...], ...] = (
-    (panels.head,),
-    (panels.constituents, panels.not_split),
-)
+WITH_TEXT: tuple[tuple[Draw, ...], ...] = ((panels.head,), (panels.constituents, panels.not_split))
 """Panels in the order in which they are shown: those that need no survey are there before it is made."""
 
 SURVEYING = "Reading a text, for the panels that need one."
@@ -52,18 +45,10 @@ PLOTS = ("head_map", "attention", "block", "constituents")
 PANELS: tuple[tuple[tuple[str, ...], ...], ...] = (
     (
         ("Heads", "One cell per head; each row is a block. Click a head to show it.", "head_map", "head"),
-        (
-            "Attention",
-            "Each row is a query token, each column a key; ▼ marks the head's sinks.",
-            "attention",
-        ),
+        ("Attention", "Each row is a query token, each column a key; ▼ marks the head's sinks.", "attention"),
     ),
     (
-        (
-            "Next token",
-            "What the model says next, and what it would say without this head.",
-            "next_tokens",
-        ),
+        ("Next token", "What the model says next, and what it would say without this head.", "next_tokens"),
         ("All heads of the block", "Their attention side by side. Click one to show it.", "block"),
     ),
     (
@@ -85,8 +70,7 @@ new MutationObserver(() => document.querySelectorAll(maps).forEach((plot) => {
 _KEEP_ADDRESS = "(query) => { if (query) history.replaceState(history.state, '', query); }"
 
 HOST = "127.0.0.1"
-FIRST_PORT, PORTS = 7860, 100
-"""Where a free port is looked for when none is named."""
+FIRST_PORT, PORTS = 7860, 100  # where a free port is looked for when none is named
 
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -106,9 +90,8 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
     with gr.Blocks(title="theodolite explore", analytics_enabled=False, fill_width=True) as page:
         gr.HTML(_title(subjects))
         with gr.Row():
-            label = "prompt (Shift+Enter or Run reads it)"
             prompt = gr.Textbox(
-                prompts[OPENING], label=label, lines=3, max_lines=8, scale=5, elem_id="prompt"
+                prompts[OPENING], label=LABEL, lines=3, max_lines=8, scale=5, elem_id="prompt"
             )
             with gr.Column(scale=1, min_width=170):
                 preset = gr.Dropdown(list(prompts), value=OPENING, label="or pick one", elem_id="preset")
@@ -117,7 +100,8 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         with gr.Row():
             ids = prompt_ids(subjects, prompts[OPENING])
             start = head_name(*opening_head(subjects[0].measured(ids)))
-            head = gr.Dropdown(panels.heads_of(subjects), value=start, label="head", elem_id="head")
+            names = [head_name(*place) for place in subjects[0].model.places]
+            head = gr.Dropdown(names, value=start, label="head", elem_id="head")
             measures = panels.measures_of(subjects)
             measure = gr.Dropdown(measures, value=MEASURE, label="head map of", elem_id="measure")
             log = gr.Checkbox(label="logarithmic attention", elem_id="log")
@@ -135,11 +119,8 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
 
         def drawn(at: Selection, *draws: Draw) -> Update:
             """Draw new content of these panels, of every model."""
-            return {
-                side[draw.__name__]: value
-                for draw in draws
-                for side, value in zip(sides, draw(at), strict=True)
-            }
+            parts = [(draw.__name__, zip(sides, draw(at), strict=True)) for draw in draws]
+            return {side[name]: value for name, values in parts for side, value in values}
 
         def only(draw: Draw) -> Callable[..., Iterator[Update]]:
             """Draw this panel anew, as when a setting that it follows has changed."""
@@ -188,7 +169,10 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             typed = asked.get("prompt") or typed
             yield {prompt: typed}
             try:
-                name = _head_asked(subjects, asked) or name
+                if {"layer", "head"} & set(asked):
+                    place = panels.parse_head(f"L{asked.get('layer', '')}H{asked.get('head', '')}")
+                    subjects[0].model.check_place(*place)
+                    name = head_name(*place)
             except TheodoliteError as error:
                 refused = html("refusal", visible(error))
             offered = panels.measures_of(subjects)
@@ -252,24 +236,12 @@ def _address(prompt_text: str, at: Selection) -> str:
     return f"?{urlencode(query)}"
 
 
-def _head_asked(subjects: Sequence[Subject], asked: Mapping[str, str]) -> str | None:
-    """Find the head that an address names, as `L3H5`, or None where it names none; `UsageError` if there is no such."""
-    if "layer" not in asked and "head" not in asked:
-        return None
-    layer, head = panels.parse_head(f"L{asked.get('layer', '')}H{asked.get('head', '')}")
-    subjects[0].model.check_place(layer, head)
-    return head_name(layer, head)
-
-
 def _title(subjects: Sequence[Subject]) -> str:
-    """Return the models, and what they were surveyed on."""
     names = [visible(subject.name, 80) for subject in subjects]
-    about = [
-        f"{name}: {subtitle(subject.provenance)}, surveyed {text_line(subject.provenance)}"
-        for name, subject in zip(names, subjects, strict=True)
-    ]
+    read = [f"{subtitle(each.provenance)}, surveyed {text_line(each.provenance)}" for each in subjects]
+    lines = [f"{name}: {what}" for name, what in zip(names, read, strict=True)]
     shared = "Both models share all scales: a colour or shade means the same on either side."
-    return html("title", names, [*about, shared] if len(names) > 1 else about)
+    return html("title", names, [*lines, shared] if len(lines) > 1 else lines)
 
 
 def _side(name: str) -> dict[str, Any]:
@@ -284,10 +256,8 @@ def _side(name: str) -> dict[str, Any]:
                     with gr.Column(min_width=400):
                         gr.Markdown(f"### {title}\n{about}")
                         for part in parts:
-                            shown: Any = (
-                                functools.partial(gr.Plot, show_label=False) if part in PLOTS else gr.HTML
-                            )
-                            side[part] = shown(elem_classes=part.replace("_", "-"))
+                            shown: Any = gr.Plot if part in PLOTS else gr.HTML
+                            side[part] = shown(show_label=False, elem_classes=part.replace("_", "-"))
     return side
 
 
@@ -348,10 +318,7 @@ class _Server(uvicorn.Server):
 def serve(
     app: fastapi.FastAPI, listening: socket.socket, started: Callable[[str], None], ended: threading.Event
 ) -> None:
-    """Serve the page until Ctrl-C, which sets `ended`.
-
-    `started` gets its address first, where requests already wait to be answered.
-    """
+    """Serve the page until Ctrl-C, which sets `ended`; `started` gets its address, where requests already wait."""
     started(f"http://{HOST}:{listening.getsockname()[1]}")
     # Open event streams would hold the end up.
     config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, lifespan="on")

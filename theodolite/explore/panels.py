@@ -1,13 +1,10 @@
-"""Every panel of the explorer's page, one value per model: a Plotly figure, or words as HTML; `view_head` is one alone.
-
-Models that stand side by side share their scales, so that a colour means the same in both. Colour never
-stands alone: sinks are marked and numbered, and a caught token carries the number of its sink. gradio is not known
-here, so that all of it can be tested without.
-"""
+"""Every panel of the explorer's page, one value per model, on shared scales: a Plotly figure, or words as HTML."""
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,22 +23,15 @@ from theodolite.corpus.cutting import contexts_of_one_length
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.estimates import Floats
 from theodolite.explore.subject import MOST_TOKENS, Subject, Tags, ids_of_text
+from theodolite.measure import head_roles
 from theodolite.measure.head_matrices import MOST_POSITIONS
-from theodolite.measure.head_roles import (
-    LEARNED_SINK,
-    PREVIOUS_TOKEN,
-    ROLES,
-    SAME_TOKEN,
-    SINK_ROLES,
-    HeadRole,
-)
 from theodolite.models import OpenModel, continued
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.content import flowing
-from theodolite.report.data import columns_of, entropy_share, evenly
+from theodolite.report.data import entropy_share, evenly
 from theodolite.report.drawing import heads, prompt
 from theodolite.report.drawing.constituents import qk_panels
 from theodolite.report.drawing.grammar import heat
@@ -57,13 +47,12 @@ PROMPT, TEXT = "prompt", "text"
 MEASURE = f"{PROMPT}:entropy"
 """What the map is coloured by where nothing else is chosen: `prompt:` or `text:`, and a column of heads."""
 
-ON_PROMPT = ("entropy", PREVIOUS_TOKEN.column, SAME_TOKEN.column, *(role.column for role in SINK_ROLES))
+_ROLES = (head_roles.PREVIOUS_TOKEN, head_roles.SAME_TOKEN, *head_roles.SINK_ROLES)
+ON_PROMPT = ("entropy", *(role.column for role in _ROLES))
 """Measures that one prompt gives; the others need a text, random tokens, or the weights."""
 
-LABELS: dict[str, Any] = {
-    "labels": 24,
-    "letters": 10,
-}  # of tokens: in a column of half a laptop's screen they do not touch
+# Of tokens: in a column of half a laptop's screen they do not touch.
+LABELS: dict[str, Any] = {"labels": 24, "letters": 10}
 TILE, TILES_ACROSS, TILE_HEIGHT = 48, 6, 150  # cells of a side of a small map; maps in a row; pixels
 ABOVE = {"xanchor": "left", "yanchor": "bottom"}  # a small map's name
 LIGHT = 0.179  # relative luminance of a colour on which black and white have the same contrast, 4.6 (WCAG 2)
@@ -71,10 +60,7 @@ WHITE, PLUM = np.array([255, 255, 255]), np.array([197, 133, 179])
 
 
 class Selection(NamedTuple):
-    """The page's choices: a head of every model on a prompt, and how it is shown.
-
-    `measure`: of the map, as `MEASURE`.
-    """
+    """A head of every model on a prompt, and how it is shown; `measure`: of the map, as `MEASURE`."""
 
     subjects: Sequence[Subject]
     ids: tuple[int, ...]
@@ -91,35 +77,22 @@ class Selection(NamedTuple):
 
 def parse_head(name: str) -> tuple[int, int]:
     """Parse `L3H5` as (3, 5); `UsageError` where it is written in another way."""
-    layer, _, head = name.strip().upper().removeprefix("L").partition("H")
-    if not (layer.isascii() and layer.isdigit() and head.isascii() and head.isdigit()):
+    if (written := re.fullmatch(r"L?(\d+)H(\d+)", name.strip().upper(), re.ASCII)) is None:
         raise UsageError(
             f"{visible(name, 20)} is not a head: write L3H5 for head 5 of layer 3, both counted from 0"
         )
-    return int(layer), int(head)
-
-
-def heads_of(subjects: Sequence[Subject]) -> list[str]:
-    """Return the names of all heads."""
-    return [head_name(layer, head) for layer, head in subjects[0].model.places]
+    return int(written[1]), int(written[2])
 
 
 def measures_of(subjects: Sequence[Subject]) -> list[tuple[str, str]]:
-    """List what the map can be coloured by: (label, `prompt:entropy`), those of the prompt first.
-
-    Before the models are surveyed, that is the prompt's entropy.
-    """
+    """List what the map can be coloured by, (label, `prompt:entropy`): without surveys, the prompt's entropy."""
     if not all(subject.is_surveyed for subject in subjects):
         return [("this prompt · entropy", MEASURE)]
-    measured = [{measure.name for measure in heads.head_measures(subject.run)} for subject in subjects]
-    described = columns_of(subjects[0].run, "heads")
-    on_text = [name for name in described if all(name in of_model for of_model in measured)]
+    first, *others = ({one.name: one.title for one in heads.head_measures(each.run)} for each in subjects)
+    on_text = [name for name in first if all(name in other for other in others)]
     on_prompt = [name for name in ON_PROMPT if name in on_text]
-    return [
-        (f"{label} · {described[name].title}", f"{where}:{name}")
-        for where, names, label in ((PROMPT, on_prompt, "this prompt"), (TEXT, on_text, "the text"))
-        for name in names
-    ]
+    offered = [(f"this prompt · {first[name]}", f"{PROMPT}:{name}") for name in on_prompt]
+    return offered + [(f"the text · {first[name]}", f"{TEXT}:{name}") for name in on_text]
 
 
 def head_map(at: Selection) -> Figures:
@@ -140,10 +113,7 @@ def head_map(at: Selection) -> Figures:
 
 def head(at: Selection) -> list[str]:
     """Show the head's name, roles and evidence."""
-    return [
-        head_html(view, each.run, each.measured(at.ids))
-        for each, view in zip(at.subjects, at.views, strict=True)
-    ]
+    return [head_html(each.run, each.measured(at.ids), at.layer, at.head) for each in at.subjects]
 
 
 def attention_map(view: HeadView, *, log: bool = False) -> go.Figure:
@@ -165,17 +135,13 @@ def attention(at: Selection) -> Figures:
 
 def next_tokens(at: Selection) -> list[str]:
     """Show what the model says next, and what it would say without the head."""
-    tables, reasons = _tried(lambda each: each.next_tokens(*at[1:4]), at)
-    return [
-        html("line", f"Cannot be shown: {reason}.")
-        if table is None
-        else html(
-            "next_tokens",
-            list(table),
-            [(shown_token(token), map(percent, shares)) for token, *shares in table.itertuples()],
-        )
-        for table, reason in zip(tables, reasons, strict=True)
-    ]
+
+    def shown(each: Subject) -> str:
+        table = each.next_tokens(*at[1:4])
+        rows = [(shown_token(token), map(percent, shares)) for token, *shares in table.itertuples()]
+        return html("next_tokens", list(table), rows)
+
+    return _shown_or_why(shown, at)
 
 
 def block(at: Selection) -> Figures:
@@ -193,10 +159,8 @@ def _tiles(weights: Floats, at: Selection) -> go.Figure:
     for head, of_head in enumerate(small):
         left, top = pitch * (head % across), pitch * (head // across) * 1.12
         name, place = head_name(at.layer, head), np.arange(len(starts))
-        cells = heat(
-            of_head, 0, 1, f"{name}: %{{z:.2f}}<extra></extra>", x=left + place, y=top + place, bar=None
-        )
-        traces.append(cells | {"name": name, "showscale": False})
+        hover = f"{name}: %{{z:.2f}}<extra></extra>"
+        traces.append(heat(of_head, 0, 1, hover, x=left + place, y=top + place, name=name))
         look = {"size": 12, "color": style.PREDICTED if head == at.head else style.INK}
         words = f"<b>{name}</b>" if head == at.head else name
         names.append({"x": left, "y": top - 1, "text": words, "font": look, "showarrow": False} | ABOVE)
@@ -220,53 +184,53 @@ def sinks(at: Selection) -> list[str]:
 
 def tags(at: Selection) -> list[str]:
     """Show the tokens in the colours of what the head writes."""
-    tags, reasons = _tried(lambda each: each.tags(*at[1:4]), at)
-    return [
-        tags_html(view, of_model) if of_model else html("line", f"Cannot be shown: {reason}.")
-        for view, of_model, reason in zip(at.views, tags, reasons, strict=True)
-    ]
+    return _shown_or_why(lambda each: tags_html(each.view(*at[1:4]), each.tags(*at[1:4])), at)
+
+
+def _shown_or_why(show: Callable[[Subject], str], at: Selection) -> list[str]:
+    """Show something of each model, or say why it cannot be shown."""
+    shown = zip(*_tried(show, at), strict=True)
+    return [text or html("line", f"Cannot be shown: {reason}.") for text, reason in shown]
 
 
 def constituents(at: Selection) -> Figures:
     """Draw the head's constituents, their sum and its attention: of a long prompt the last positions."""
     first = max(1, len(at.ids) - MOST_POSITIONS)
-    drawn = [
-        split and qk_panels(split, at.head, each.read(at.ids).tokens, first=first)
-        for each, split in zip(at.subjects, _splits(at)[0], strict=True)
-    ]
+
+    def draw(each: Subject) -> go.Figure:
+        split = each.constituents(at.ids, at.layer)
+        return qk_panels(split, at.head, each.read(at.ids).tokens, first=first)
+
+    drawn, _ = _tried(draw, at)
     share_scales([figure for figure in drawn if figure])
     return drawn
 
 
 def not_split(at: Selection) -> list[str]:
     """Say why there are no constituents; empty where there are."""
-    reasons = _splits(at)[1]
+    _, reasons = _tried(lambda each: each.constituents(at.ids, at.layer), at)
     return [html("line", reason and f"The logits cannot be decomposed: {reason}") for reason in reasons]
-
-
-def _splits(at: Selection) -> tuple[list[Any], list[str]]:
-    return _tried(lambda each: each.constituents(at.ids, at.layer), at)
 
 
 def _tried(work: Callable[[Subject], _T], at: Selection) -> tuple[list[_T | None], list[str]]:
     """Do `work` for each model: the results, None where it failed, and the reasons."""
     values: list[_T | None] = []
-    reasons = []
-    for each in at.subjects:
+    reasons = [""] * len(at.subjects)
+    for place, each in enumerate(at.subjects):
         try:
-            value, reason = work(each), ""
+            values.append(work(each))
         except TheodoliteError as error:
-            value, reason = None, visible(error)
-        values.append(value)
-        reasons.append(reason)
+            values.append(None)
+            reasons[place] = visible(error)
     return values, reasons
 
 
 def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
     """Give figures of several models, alike but for their numbers, the same ends of colours."""
     for figure in drawn:
-        # On a dark page, too: colours are those of light paper.
-        figure.update_layout(paper_bgcolor=style.NEUTRAL)
+        figure.update_layout(
+            paper_bgcolor=style.NEUTRAL
+        )  # on a dark page, too: colours are those of light paper
     if len(drawn) < 2:
         return drawn
     for name in ("coloraxis", "coloraxis2"):
@@ -294,7 +258,7 @@ def html(macro: str, *values: object) -> str:
 class Evidence(NamedTuple):
     """A role, the head's score on the surveyed text and on this prompt (NaN: none), and whether the head has it."""
 
-    role: HeadRole
+    role: head_roles.HeadRole
     on_text: float
     on_prompt: float
     holds: bool
@@ -302,67 +266,52 @@ class Evidence(NamedTuple):
 
 def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
     """List every role with the head's scores, first those that it has: on the text, or else on the prompt."""
-    columns = [role.column for role in ROLES]
-    on_text, on_prompt = (_row(each, layer, head).reindex(columns).astype(float) for each in (run, measured))
+
+    def scores(of: Run) -> pd.Series:
+        heads = of.heads.assign(entropy_share=entropy_share(of)).set_index(["layer", "head"])
+        return heads.loc[(layer, head)].reindex([role.column for role in head_roles.ROLES]).astype(float)
+
     rows = []
-    for role in ROLES:
-        text, prompted = on_text[role.column], on_prompt[role.column]
+    for role, text, prompted in zip(head_roles.ROLES, scores(run), scores(measured), strict=True):
         score = prompted if math.isnan(text) else text
-        if not math.isnan(score) and (role is not LEARNED_SINK or text or prompted):
+        if not math.isnan(score) and (role is not head_roles.LEARNED_SINK or text or prompted):
             rows.append(Evidence(role, text, prompted, score >= role.threshold))
     return sorted(rows, key=lambda row: not row.holds)
 
 
-def _row(run: Run, layer: int, head: int) -> pd.Series:
-    """Return the head's row of the table, with its entropy as a share of the highest."""
-    heads = run.heads.assign(entropy_share=entropy_share(run))
-    return heads[(heads["layer"] == layer) & (heads["head"] == head)].iloc[0]
-
-
-def roles_of(rows: list[Evidence]) -> str:
-    """Return the head's roles in words."""
-    return ", ".join(row.role.title for row in rows if row.holds) or "no named role"
-
-
-def head_html(view: HeadView, run: Run, measured: Run) -> str:
+def head_html(run: Run, measured: Run, layer: int, head: int) -> str:
     """Show the head's name, and its roles with the evidence."""
-    of_roles = evidence(run, measured, view.layer, view.head)
-    rows = [
-        (row.role, row.holds, [number(row.on_text, 2), number(row.on_prompt, 2), f"{row.role.threshold:g}"])
-        for row in of_roles
-    ]
-    return html("head", head_name(view.layer, view.head), roles_of(of_roles), rows)
+    rows = evidence(run, measured, layer, head)
+    names = ", ".join(row.role.title for row in rows if row.holds) or "no named role"
+    return html("head", head_name(layer, head), names, rows, functools.partial(number, digits=2))
 
 
 def sinks_html(view: HeadView, most: float) -> str:
     """Show the prompt's tokens, shaded by the attention that they receive up to `most`; and each sink in a sentence."""
-    shades = np.nan_to_num(view.received)[:, None] / most
+    shades, learned = np.nan_to_num(view.received)[:, None] / most, view.learned.mean()
     lines = [
         f"White to plum: mean attention from the tokens that see it, 0 to {number(most, 2)}. ▼1: a sink. "
         "Small number: the sink that caught the token."
     ]
     lines += [sink_sentence(view, index) for index in range(len(view.sinks))]
-    if view.sinks:
-        lines.append(f"{(view.group == UNCAUGHT).sum()} of the other tokens are caught by no sink")
-    else:
-        lines.append(f"No sink: no token receives more than {SINK_THRESHOLD}, or dominates a contiguous span")
-    if (learned := view.learned.mean()) > 0:
-        lines.append(
-            f"{learned:.2f} of the attention goes to a learned sink column, which belongs to no token"
-        )
+    uncaught = f"{(view.group == UNCAUGHT).sum()} of the other tokens are caught by no sink"
+    none = f"No sink: no token receives more than {SINK_THRESHOLD}, or dominates a contiguous span"
+    lines.append(uncaught if view.sinks else none)
+    if learned > 0:
+        lines.append(f"{learned:.2f} of the attention goes to a learned sink column, which is no token's")
     return html("tokens", _tokens(view, WHITE + shades * (PLUM - WHITE)), lines)
 
 
 def tags_html(view: HeadView, tags: Tags) -> str:
     """Show the tokens in the colours of what the head writes; and how far the sinks explain it."""
+    shares = [percent(share) for share in (tags.explained, tags.before, tags.chance)]
     key = "Similar colours mean similar outputs: three principal components as red, green and blue."
     explained = (
-        "No sink groups these tokens, so there is no tag to measure."
-        if math.isnan(tags.explained)
-        else f"The grouping by sink explains {percent(tags.explained)} of the variance of the head's output (η²) and "
-        f"{percent(tags.before)} of that of the stream that enters the block; a random grouping would explain "
-        f"{percent(tags.chance)}."
-    )
+        "The grouping by sink explains {} of the variance of the head's output (η²) and {} of that of the stream that "
+        "enters the block; a random grouping would explain {}."
+    ).format(*shares)
+    if math.isnan(tags.explained):
+        explained = "No sink groups these tokens, so there is no tag to measure."
     return html("tokens", _tokens(view, tags.colours), [key, explained])
 
 
@@ -380,39 +329,31 @@ def sink_sentence(view: HeadView, index: int) -> str:
 def _tokens(view: HeadView, colours: Floats) -> list[dict[str, Any]]:
     """Return the tokens as the template shows them, each on its colour (T, 3)."""
     number_of = {sink.position: index for index, sink in enumerate(view.sinks, 1)}
+    share = np.asarray(colours) / 255  # the luminance of a colour, relative to white's, is WCAG 2's
+    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
+    inks = np.where(linear @ (0.2126, 0.7152, 0.0722) >= LIGHT, "#000", "#fff")
     tokens = []
     for place, (colour, group, received) in enumerate(zip(colours, view.group, view.received, strict=True)):
-        text = flowing(view.tokens[place])
         is_seen = "seen by too few tokens" if math.isnan(received) else f"receives {received:.3f}"
         tokens.append(
-            {
-                "text": text.rstrip("\n"),
-                "breaks": text[len(text.rstrip("\n")) :],
+            flowing(view.tokens[place])
+            | {
                 "sink": number_of.get(place),
                 "caught": 0 if group in (UNCAUGHT, LEFT_OUT) else int(group) + 1,
                 "colour": [round(float(channel)) for channel in colour],
-                "ink": "#000" if _luminance(colour) >= LIGHT else "#fff",
+                "ink": inks[place],
                 "hint": f"{place}: {shown_token(view.tokens[place])} · {is_seen}",
             }
         )
     return tokens
 
 
-def _luminance(colour: Floats) -> float:
-    """Compute the relative luminance of a colour, 0 to 255 a channel (WCAG 2)."""
-    share = colour / 255
-    linear = np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
-    return float(linear @ (0.2126, 0.7152, 0.0722))
-
-
 @dataclass(frozen=True, eq=False)
 class HeadFigure:
     """One head on one prompt; a notebook shows it as it is.
 
-    Attributes:
-        model: the model's name.
-        view: the numbers: tokens, attention (T, T), sinks, what each token receives.
-        written: how many of the last tokens the model wrote.
+    `view` has the numbers: tokens, attention (T, T), sinks, what each token receives. `written`: how many of the last
+    tokens the model wrote.
     """
 
     model: str
@@ -426,22 +367,16 @@ class HeadFigure:
     @property
     def figure(self) -> go.Figure:
         """The head's attention as a Plotly figure, its sinks in the note."""
-        view = self.view
-        title = f"{head_name(view.layer, view.head)} of {visible(self.model, 80)}"
-        sinks = "; ".join(sink_sentence(view, index) for index in range(len(view.sinks)))
+        view, title = self.view, f"{head_name(self.view.layer, self.view.head)} of {visible(self.model, 80)}"
+        sinks = "; ".join(sink_sentence(view, index) for index in range(len(view.sinks))) or "No sink"
         written = f" The last {counted(self.written, 'token')} the model wrote." if self.written else ""
-        note = f"{sinks or 'No sink'}.{written}"
-        return style.standalone(attention_map(view), title, note).update_layout(width=760)
+        return style.standalone(attention_map(view), title, f"{sinks}.{written}").update_layout(width=760)
 
     def _repr_mimebundle_(self, *args: Any, **more: Any) -> Any:
         return self.figure._repr_mimebundle_(*args, **more)
 
     def save(self, path: str | Path) -> Path:
-        """Write the figure with Plotly's script as a page that opens offline, and return its path.
-
-        Raises:
-            WorkError: it cannot be written.
-        """
+        """Write the figure as a page that opens offline, and return its path; `WorkError`: it cannot be written."""
         return write_page(Path(path), self.figure.to_html(include_plotlyjs=True))
 
 
@@ -461,7 +396,6 @@ def view_head(
     Args:
         model: from `open_model`.
         text: the prompt, from 4 to 512 tokens, read with the tokenizer's special tokens; or token ids, as they are.
-        layer, head: which, both counted from 0.
         generate: tokens that the model writes behind the prompt, the most probable each time, which are read with it.
         attention_mask, position_ids: of padded ids, as `Corpus.from_ids` takes them.
 
@@ -472,11 +406,7 @@ def view_head(
         UsageError: no such layer or head, or a prompt that the model cannot read, or continue.
         WorkError: attention became NaN or infinite.
     """
-    ids = (
-        torch.tensor(ids_of_text([(model.id, model)], text))
-        if isinstance(text, str)
-        else torch.as_tensor(text)
-    )
+    ids = torch.as_tensor(ids_of_text({model.id: model}, text) if isinstance(text, str) else text)
     if attention_mask is not None or position_ids is not None:
         ids = contexts_of_one_length(ids, attention_mask, position_ids).squeeze(0)
     prompt_alone = Corpus.from_ids(ids)

@@ -1,14 +1,11 @@
-"""A model that is explored with its survey: what it does with a prompt, and which prompts can be shown.
-
-A refusal is one line that the page can show. What a head attends to is in `sinks/prompt.py`.
-"""
+"""A model that is explored with its survey: what it does with a prompt, and which prompts can be shown."""
 
 from __future__ import annotations
 
 import functools
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
@@ -39,37 +36,25 @@ from theodolite.system.wording import counted
 from theodolite.theory.colouring import principal_scores, rgb
 from theodolite.theory.grouping import chance_explained, variance_explained
 
-MOST_TOKENS = 512
-"""A prompt's attention is drawn whole: 512² numbers are a megabyte and a half on their way to the page."""
-
-MOST_CHARACTERS = 64 * MOST_TOKENS
-"""Of a prompt: what is longer has too many tokens, and counting those of a whole book would take minutes."""
-
+MOST_TOKENS = (
+    512  # of a prompt, whose attention is drawn whole: a megabyte and a half on their way to the page
+)
+MOST_CHARACTERS = 64 * MOST_TOKENS  # what is longer has too many tokens: counting a book's would take minutes
+NEXT_TOKENS = 5  # that are shown, the most probable ones of each column
 PROMPTS = ("few-shot", "chain-of-thought", "step-by-step", "passage", "inference")
 
-KEPT_PROMPTS, KEPT_LAYERS = 2, 4
-"""Passes that are cached, and layers whose catches and splits are: of GPT-2 and 512 tokens some 30 MB each."""
+KEPT_PROMPTS, KEPT_LAYERS = 2, 4  # that are cached: of GPT-2 and 512 tokens some 30 MB each
 
-_ONE_SURVEY = threading.Lock()
-"""Two models are surveyed one after the other: two bars at once would draw over each other."""
-
-NEXT_TOKENS = 5
-"""That are shown, the most probable ones of each column."""
-
-Named = Sequence[tuple[str, OpenModel]]
-"""Models, each with its name on the page."""
+_ONE_SURVEY = threading.Lock()  # two bars at once would draw over each other
 
 
 @dataclass(frozen=True, eq=False)
 class Tags:
     """The vectors that the head writes, by token.
 
-    Attributes:
-        colours: (T, 3), 0 to 255: three principal components of the output in the residual stream, stretched over
-            all tokens but the first and the sinks.
-        explained: η², the share of the output's variance that the grouping by sink explains; NaN with one group.
-        before: η² in the stream that enters the block.
-        chance: what a random grouping explains on average.
+    `colours` (T, 3), 0 to 255: three principal components of the output in the residual stream, stretched over all
+    tokens but the first and the sinks. `explained`: η², the share of the output's variance that the grouping by sink
+    explains, NaN with one group; `before`: in the stream that enters the block; `chance`: by a random grouping.
     """
 
     colours: np.ndarray
@@ -80,43 +65,28 @@ class Tags:
 
 @dataclass(frozen=True)
 class PlannedSurvey:
-    """A survey that is made once a prompt is shown, or when its run is asked for.
-
-    `provenance` is that of its run, known before. `make` is called with the progress.
-    """
+    """A survey that `make` makes once its run is asked for, whose provenance is known before."""
 
     provenance: dict[str, Any]
     make: Callable[[ShowStage], Run]
 
 
 class Subject:
-    """One model and its survey; what it computed of the latest prompts is cached. Thread-safe.
+    """One model, which is asked one thing at a time, and its survey, which may be made meanwhile.
 
-    Attributes:
-        name: shown on the page.
-        model: from `open_model`.
-        provenance: of the survey on a text.
-        progress: how far the survey is, in words, while it is made.
+    `progress` says how far that is. What was computed of the latest prompts is kept.
     """
 
     def __init__(self, name: str, model: OpenModel, survey: Run | PlannedSurvey) -> None:
-        self.name, self.model, self.provenance = name, model, survey.provenance
-        self.progress = ""
-        self._lock = threading.RLock()
+        self.name, self.model, self.provenance, self.progress = name, model, survey.provenance, ""
         self._survey: Future[Run] = Future()
         self._planned = survey if isinstance(survey, PlannedSurvey) else None  # and not begun
         if isinstance(survey, Run):
             self._survey.set_result(survey)
-        self._passes = functools.lru_cache(KEPT_PROMPTS)(
-            lambda ids: read_prompt(model, torch.tensor(ids, device="cpu"))
-        )
         self._unchanged = functools.lru_cache(KEPT_PROMPTS)(self._next)  # whatever head is shown
-        self._measured = functools.lru_cache(KEPT_PROMPTS)(lambda ids: _measured(model, self.read(ids)))
-        self._splits = functools.lru_cache(KEPT_LAYERS)(
-            lambda ids, layer: constituents(
-                model, torch.tensor(ids, device="cpu"), layer, decomposition=self.run
-            )
-        )
+        self.read = functools.lru_cache(KEPT_PROMPTS)(self._read)
+        self.measured = functools.lru_cache(KEPT_PROMPTS)(self._measured)
+        self.constituents = functools.lru_cache(KEPT_LAYERS)(self._constituents)
 
     @property
     def is_surveyed(self) -> bool:
@@ -136,10 +106,9 @@ class Subject:
 
     def begin(self) -> None:
         """Begin the survey in a thread of its own, if it is planned and has not begun."""
-        with self._lock:
-            if self._planned is not None:
-                threading.Thread(target=self._make, args=[self._planned.make], daemon=True).start()
-            self._planned = None
+        if self._planned is not None:
+            threading.Thread(target=self._make, args=[self._planned.make], daemon=True).start()
+        self._planned = None
 
     def _make(self, make: Callable[[ShowStage], Run]) -> None:
         def note(what: str, done: int, total: int) -> None:
@@ -159,36 +128,43 @@ class Subject:
         if self._planned is None:
             wait([self._survey])
 
-    def read(self, ids: tuple[int, ...]) -> PromptPass:
+    def _read(self, ids: tuple[int, ...]) -> PromptPass:
         """Run the model on a prompt."""
-        with self._lock:
-            return self._passes(ids)
+        return read_prompt(self.model, torch.tensor(ids, device="cpu"))
 
-    def measured(self, ids: tuple[int, ...]) -> Run:
+    @known_state()
+    def _measured(self, ids: tuple[int, ...]) -> Run:
         """Return a run whose heads table has what can be measured of every head on this prompt alone."""
-        with self._lock:
-            return self._measured(ids)
+        read, model = self.read(ids), self.model
+        statistics = AttentionStatistics(model.layers, model.heads, len(read.ids), 1, 0, read.trailing)
+        tokens = Tokens.of(read.ids[None], model.device)
+        with torch.inference_mode():
+            for layer, (inputs, _, _) in read.layers.items():
+                statistics.update(layer, inputs, tokens, first_context=0)
+        state = statistics.state()
+        columns = {name: column.value.tolist() for name, column in head_columns(state).items()}
+        arrays = {"visible_keys": state["visible_keys"]}
+        return Run(heads=heads_that_are(columns, model.heads_of), arrays=arrays, provenance={})
+
+    def _constituents(self, ids: tuple[int, ...], layer: int) -> Constituents:
+        """Split a layer's logits on a prompt; `TheodoliteError` where they cannot be."""
+        prompt = torch.tensor(ids, device="cpu")
+        return constituents(self.model, prompt, layer, decomposition=self.run)
 
     def view(self, ids: tuple[int, ...], layer: int, head: int) -> HeadView:
         """Read one head's attention on a prompt; `UsageError` where there is no such head."""
         self.model.check_place(layer, head)
-        with self._lock:
-            return head_view(self.read(ids), layer, head)
+        return head_view(self.read(ids), layer, head)
 
     def next_tokens(self, ids: tuple[int, ...], layer: int, head: int) -> pd.DataFrame:
         """Compute what the model says next, as it is, without what the head writes, and with its sinks hidden from it.
 
-        Returns:
-            Probabilities of the most probable tokens in any column, a row each by its text, in three columns by what
-            was changed; "without its sinks" only where the head has sinks.
-
-        Raises:
-            UsageError: the model predicts no next tokens.
+        Returns probabilities of the most probable tokens, a row each by its text; `UsageError`: it predicts none.
         """
         if not self.model.causal or self.model.source.predict is None:
             raise UsageError(f"{self.name} predicts no next tokens")
         sinks = self.view(ids, layer, head).sink_positions
-        with self._lock, guarded(self.model.root):
+        with guarded(self.model.root):
             columns = {"as it is": self._unchanged(ids)}
             with head_knockout(self.model, layer, head):
                 columns["without the head"] = self._next(ids)
@@ -210,19 +186,12 @@ class Subject:
         inputs = self.read(ids).layers[layer][0]
         return softmax(inputs.logits(), inputs.sink)[0].cpu()
 
-    def constituents(self, ids: tuple[int, ...], layer: int) -> Constituents:
-        """Split a layer's logits on a prompt; `TheodoliteError` where they cannot be."""
-        with self._lock:
-            return self._splits(ids, layer)
-
     def tags(self, ids: tuple[int, ...], layer: int, head: int) -> Tags:
         """Compute what a head writes at each token, on three principal components, and how far the sinks explain it.
 
-        Raises:
-            UsageError: all tokens but two or fewer are sinks.
-            WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
+        `UsageError`: all tokens but two are sinks; `WorkError`: the heads' outputs are not added up.
         """
-        with self._lock, guarded(self.model.root):
+        with guarded(self.model.root):
             group = torch.from_numpy(self.view(ids, layer, head).group)
             others = group != LEFT_OUT
             if int(others.sum()) <= 2:
@@ -237,35 +206,20 @@ class Subject:
             )
 
 
-@known_state()
-def _measured(model: OpenModel, read: PromptPass) -> Run:
-    statistics = AttentionStatistics(model.layers, model.heads, len(read.ids), 1, 0, read.trailing)
-    tokens = Tokens.of(read.ids[None], model.device)
-    with torch.inference_mode():
-        for layer, (inputs, _, _) in read.layers.items():
-            statistics.update(layer, inputs, tokens, first_context=0)
-    state = statistics.state()
-    columns = {name: column.value.tolist() for name, column in head_columns(state).items()}
-    arrays = {"visible_keys": state["visible_keys"]}
-    return Run(heads=heads_that_are(columns, model.heads_of), arrays=arrays, provenance={})
-
-
 def prompt_ids(subjects: Sequence[Subject], prompt: str) -> tuple[int, ...]:
     """Tokenize the prompt for every model, special tokens included; `UsageError` where it cannot be shown."""
-    return ids_of_text([(subject.name, subject.model) for subject in subjects], prompt)
+    return ids_of_text({subject.name: subject.model for subject in subjects}, prompt)
 
 
-def ids_of_text(models: Named, prompt: str) -> tuple[int, ...]:
-    """Tokenize a text for models given with their names, as `prompt_ids` does."""
+def ids_of_text(models: Mapping[str, OpenModel], prompt: str) -> tuple[int, ...]:
+    """Tokenize a text for models, by their names on the page, as `prompt_ids` does."""
     if not prompt.strip():
         raise UsageError("the prompt is empty: type some text, or pick a prompt")
     if len(prompt) > MOST_CHARACTERS:
-        raise UsageError(
-            f"the prompt is {len(prompt):,} characters long: at most {MOST_CHARACTERS:,}, and {MOST_TOKENS} tokens, "
-            "can be shown"
-        )
+        most_text = f"at most {MOST_CHARACTERS:,}, and {MOST_TOKENS} tokens, can be shown"
+        raise UsageError(f"the prompt is {len(prompt):,} characters long: {most_text}")
     ids = _same_ids(models, prompt.encode("utf-8", "replace").decode())
-    most = _longest_prompt([model for _, model in models])
+    most = _longest_prompt(models.values())
     if len(ids) > most:
         reason = "" if most == MOST_TOKENS else ", the number of positions of the model"
         raise UsageError(f"the prompt is {len(ids)} tokens long: at most {most} can be shown{reason}")
@@ -274,15 +228,13 @@ def ids_of_text(models: Named, prompt: str) -> tuple[int, ...]:
     return ids
 
 
-def _same_ids(models: Named, text: str) -> tuple[int, ...]:
+def _same_ids(models: Mapping[str, OpenModel], text: str) -> tuple[int, ...]:
     """Tokenize a text, whose tokens must be the same for every model."""
-    (name, first), *others = ((name, _ids(model, text)) for name, model in models)
+    (name, first), *others = ((name, _ids(model, text)) for name, model in models.items())
     for other, ids in others:
         if ids != first:
-            raise UsageError(
-                f"{name} and {other} read text as different tokens: only models with one tokenizer can be shown side "
-                "by side"
-            )
+            needed = "only models with one tokenizer can be shown side by side"
+            raise UsageError(f"{name} and {other} read text as different tokens: {needed}")
     return first
 
 
@@ -298,32 +250,27 @@ def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
     return ids
 
 
-def _longest_prompt(models: Sequence[OpenModel]) -> int:
+def _longest_prompt(models: Iterable[OpenModel]) -> int:
     """Return the most tokens that a prompt may have."""
     return min([MOST_TOKENS, *(model.longest for model in models if model.longest is not None)])
 
 
-def check_pair(models: Named) -> None:
+def check_pair(models: Mapping[str, OpenModel]) -> None:
     """Raise `UsageError` where models differ in shape or tokens, before they are surveyed to be shown side by side."""
-    (name, model), *others = models
+    (name, model), *others = models.items()
     for other_name, other in others:
         refuse_unlike((name, other_name), shape_of(model), shape_of(other))
     _same_ids(models, "\n".join(map(shipped_prompt, PROMPTS)))
 
 
 def offered_prompts(subjects: Sequence[Subject]) -> dict[str, str]:
-    """Return the prompts that come with the package, without the first words of those that are too long.
-
-    Too long for the models, or for the surveys, which have means of so many positions.
-    """
+    """Return the prompts that come with the package, of those that the models or surveys are too short for the end."""
     surveyed = (subject.provenance["corpus"]["length"] for subject in subjects)
-    most = min(_longest_prompt([subject.model for subject in subjects]), *surveyed)
-    return {name: _last_words(subjects[0].model, shipped_prompt(name), most) for name in PROMPTS}
-
-
-def _last_words(model: OpenModel, text: str, most: int) -> str:
-    """Keep the last words, of at most so many tokens; one at least."""
-    words = re.findall(r"\S+\s*", text)
-    while len(words) > 1 and len(_ids(model, "".join(words))) > most:
-        del words[0]
-    return "".join(words)
+    most = min(_longest_prompt(subject.model for subject in subjects), *surveyed)
+    offered = {}
+    for name in PROMPTS:
+        words = re.findall(r"\S+\s*", shipped_prompt(name))
+        while len(words) > 1 and len(_ids(subjects[0].model, "".join(words))) > most:
+            del words[0]
+        offered[name] = "".join(words)
+    return offered

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup, escape
 
 from theodolite.corpus.patches import grid_described
 from theodolite.measure.catalogue import declared
 from theodolite.measure.column import SPECTRUM, SPECTRUM_DATA, Column
-from theodolite.measure.head_roles import (
-    UNIFORM_ATTENTION,
-)
+from theodolite.measure.head_roles import UNIFORM_ATTENTION
 from theodolite.passes.run import Run
-from theodolite.report.data import (
-    AT_FLOOR,
-    at_floor,
-    column,
-    columns_of,
-    entropy_share,
-    grid_of,
-    layer_mean,
-    massive_tokens,
-    roles_of_heads,
-)
+from theodolite.report import data
 from theodolite.report.drawing.heads import head_measures
-from theodolite.report.findings import measured_regimes
 from theodolite.system.wording import (
     MISSING,
     gguf_described,
@@ -44,25 +33,19 @@ from theodolite.system.wording import (
     visible,
     with_error,
 )
+from theodolite.theory.regimes import regime_of_curve
 
-EXAMPLE_CONTEXTS = 8
-EXAMPLE_TOKENS = 512
+EXAMPLE_CONTEXTS, EXAMPLE_TOKENS = 8, 512
 FAINT = 0.02  # attention below which a token gets no colour
-SINK_TOKENS = 20
-OUTLIER_ROWS = 30
-MASSIVE_ROWS = 30
-LONG_VALUE = 200
-HEAD_SINKS = 4
-TEXT, ROLES_CARD, SINKS_CARD = (
-    "Measured on the text",
-    "Roles and their scores",
-    "Its sinks, in how many contexts",
-)
+SINK_TOKENS, OUTLIER_ROWS, MASSIVE_ROWS, HEAD_SINKS = 20, 30, 30, 4
+LONG_VALUE = 200  # letters
+TEXT, ROLES_CARD = "Measured on the text", "Roles and their scores"
+SINKS_CARD = "Its sinks, in how many contexts"
 OVER_LAYERS = ("rank", "relative_norm", "pp_low_frequency_10", "incoherence_mean", "similarity_within")
 OVER_HEADS = ("entropy", "entropy_share", "propagation", "sink_first", "sink_later")
 STRONGEST = ("previous_token", "induction", "same_token")
-CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂"}
-"""Group of columns → the card of a head that has them; all others are on `TEXT`'s."""
+CARDS = {SPECTRUM: "From W_QK", SPECTRUM_DATA: "From W_QK Σ̂"}  # group of columns → their card; others: `TEXT`
+_NAMED = re.compile(r"\bL\d+H\d+\b|\blayer \d+\b|‘[^‘’]+’")
 
 
 @dataclass(frozen=True)
@@ -76,10 +59,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table: column headings, each with a longer explanation (possibly empty), and rows of cells.
-
-    `ids`: by which the rows are linked, if they are. `picks`: headings by whose words the rows may be filtered.
-    """
+    """A table: headings with explanations, and rows of cells; `ids` link rows, `picks` are headings to filter by."""
 
     headings: list[tuple[str, str]]
     rows: list[list[Cell]]
@@ -93,59 +73,37 @@ class Table:
         return [{cell.value is None for cell in of if cell.shown != MISSING} == {True} for of in columns]
 
 
-def flowing(token: object) -> str:
-    """Show a token inside running text: line ends are marked and kept, other control characters become marks."""
-    return "\n".join(visible(line) for line in str(token).split("\n")).replace("\n", "↵\n")
+def flowing(token: object) -> dict[str, Any]:
+    """Return a token for running text: its line ends are marked and kept, those at its end apart, as `breaks`."""
+    text = "\n".join(visible(line) for line in str(token).split("\n")).replace("\n", "↵\n")
+    line = text.rstrip("\n")
+    return {"text": line, "breaks": text[len(line) :]}
 
 
 def sink_texts(run: Run) -> list[list[dict[str, Any]]]:
-    """Return the example contexts, each a list of tokens in order; empty where the run has none.
-
-    The line ends of a token stand apart as its `breaks`, so that its mark does not reach into the next line.
-    """
-    if run.examples.empty or grid_of(run):
+    """Return the example contexts, each a list of tokens in order; empty where the run has none."""
+    if run.examples.empty or data.grid_of(run):
         return []  # of images, pictures are shown
-    texts = []
     ordered = run.examples.sort_values(["context", "position"], kind="stable")
-    for _, rows in list(ordered.groupby("context", sort=True))[:EXAMPLE_CONTEXTS]:
-        texts.append([_token(row) for row in rows.head(EXAMPLE_TOKENS).to_dict("records")])
-    return texts
+    contexts = list(ordered.groupby("context", sort=True))[:EXAMPLE_CONTEXTS]
+    return [[_token(row) for row in rows.head(EXAMPLE_TOKENS).to_dict("records")] for _, rows in contexts]
 
 
 def _token(row: dict[Any, Any]) -> dict[str, Any]:
-    received = float(row["received"]) if row["received"] is not None else math.nan
-    has_attention = math.isfinite(received)
+    received = math.nan if row["received"] is None else float(row["received"])
     hint = f"position {int(row['position'])}"
-    if has_attention and not (pd.isna(row["layer"]) or pd.isna(row["head"])):
+    if not (math.isnan(received) or pd.isna(row["layer"]) or pd.isna(row["head"])):
         hint += f" · receives {received:.2f} from {head_name(int(row['layer']), int(row['head']))}"
-    shade = round(min(max(received, 0.0), 1.0), 2) if has_attention and received >= FAINT else None
-    sink = bool(row["sink"]) if not pd.isna(row["sink"]) else False
-    text = flowing(row["token"])
-    line = text.rstrip("\n")
+    shade = round(min(received, 1.0), 2) if received >= FAINT else None
+    sink = not pd.isna(row["sink"]) and bool(row["sink"])
     hint += " · sink" if sink else ""
-    return {"text": line, "breaks": text[len(line) :], "received": shade, "sink": sink, "hint": hint}
+    return flowing(row["token"]) | {"received": shade, "sink": sink, "hint": hint}
 
 
 def sink_tokens(run: Run) -> Table | None:
     """Tabulate the tokens most often sinks: contexts summed over heads, how many heads, the strongest one."""
     if run.sinks.empty:
         return None
-    rows = []
-    for (token, first), group in run.sinks.groupby(["token", "first"], sort=True):
-        best = group.sort_values(["contexts", "layer", "head"], ascending=[False, True, True]).iloc[0]
-        contexts, share = float(group["contexts"].sum()), float(best["share"])
-        position = float(
-            np.average(group["position"].to_numpy(float), weights=group["contexts"].to_numpy(float))
-        )
-        cells = [
-            Cell(shown_token(token)),
-            Cell("first" if first else f"later (mean {number(position, 3)})", position),
-            Cell(number(contexts), contexts),
-            Cell(str(len(group)), float(len(group))),
-            Cell(f"{head_name(int(best['layer']), int(best['head']))} ({percent(share)})", share),
-        ]
-        rows.append((-contexts, str(token), bool(first), cells))
-    rows.sort(key=lambda row: row[:3])
     names = [
         ("token", "spaces are shown as ␣, line breaks as ↵"),
         ("position", "its mean position in the contexts where it is a sink"),
@@ -153,12 +111,27 @@ def sink_tokens(run: Run) -> Table | None:
         ("heads", "heads for which it is a sink"),
         ("strongest head", "the head for which it is a sink in most contexts, and the share of contexts"),
     ]
-    shown = [row[3] for row in rows[:SINK_TOKENS]]
-    return Table(names, shown, [f"token-{number}" for number in range(len(shown))])
+    groups = {key: group for key, group in run.sinks.groupby(["token", "first"], sort=True)}
+    ranked = sorted(groups, key=lambda key: (-groups[key]["contexts"].sum(), str(key[0]), bool(key[1])))
+    rows = [_sink_row(groups[key]) for key in ranked[:SINK_TOKENS]]
+    return Table(names, rows, [f"token-{place}" for place in range(len(rows))])
+
+
+def _sink_row(heads: pd.DataFrame) -> list[Cell]:
+    best = heads.sort_values(["contexts", "layer", "head"], ascending=[False, True, True]).iloc[0]
+    contexts, share = heads["contexts"].to_numpy(float), float(best["share"])
+    position = float(np.average(heads["position"].to_numpy(float), weights=contexts))
+    return [
+        Cell(shown_token(best["token"])),
+        Cell("first" if best["first"] else f"later (mean {number(position)})", position),
+        Cell(number(contexts.sum()), float(contexts.sum())),
+        Cell(str(len(heads)), float(len(heads))),
+        Cell(f"{head_name(int(best['layer']), int(best['head']))} ({percent(share)})", share),
+    ]
 
 
 def frame_table(frame: pd.DataFrame | None, described: Mapping[str, Column] | None = None) -> Table | None:
-    """Show a data frame as a table, numbers short, each with its standard error; None where it is empty.
+    """Show a data frame as a table, each number with its standard error; None where it is empty.
 
     `described`: what its columns mean; None: what columns of layers and heads by these names do.
     """
@@ -167,9 +140,13 @@ def frame_table(frame: pd.DataFrame | None, described: Mapping[str, Column] | No
     described = declared("layers") | declared("heads") if described is None else described
     names, unknown = _without_errors(frame), [math.nan] * len(frame)
     columns = [map(_cell, frame[name], frame.get(f"{name}_se", unknown)) for name in names]
-    return Table(
-        [heading(str(name), described) for name in names], [list(row) for row in zip(*columns, strict=True)]
-    )
+    headings = [
+        (described[name].title, described[name].meaning)
+        if name in described
+        else (str(name).replace("_", " "), "")
+        for name in names
+    ]
+    return Table(headings, [list(row) for row in zip(*columns, strict=True)])
 
 
 def _without_errors(frame: pd.DataFrame) -> list[str]:
@@ -177,88 +154,67 @@ def _without_errors(frame: pd.DataFrame) -> list[str]:
     return [name for name in frame if name not in {f"{value}_se" for value in frame}]
 
 
-def heading(name: str, described: Mapping[str, Column]) -> tuple[str, str]:
-    """Return the title of a column and what it means: as declared, or its name with spaces and nothing."""
-    if name in described:
-        return described[name].title, described[name].meaning
-    return name.replace("_", " "), ""
-
-
 def run_table(run: Run, name: str) -> Table | None:
-    """Show a table of the run; None where it is empty.
-
-    Outliers: the largest. Heads and attribution: the head's name in place of its layer and number, sorted by both;
-    heads: their roles.
-    """
-    frame, described = getattr(run, name), columns_of(run, name)
+    """Show a table of the run, of heads by their names, of outliers the largest; None where it is empty."""
+    frame, described = getattr(run, name), data.columns_of(run, name)
     if name == "outliers" and len(frame):
         order, directions = ["maximum", "layer", "dimension"], [False, True, True]
         frame = frame.sort_values(order, ascending=directions, kind="stable").head(OUTLIER_ROWS)
     values = frame.drop(columns=["layer", "head"]) if "head" in frame else frame
-    table = frame_table(values, described)
-    if table is None or name == "outliers":
-        return table
+    if (table := frame_table(values, described)) is None:
+        return None
+    headings, rows = table.headings, table.rows
     if name == "layers":
         for index, value in enumerate(_without_errors(frame)):
-            for place in np.flatnonzero(at_floor(run, value)):
-                table.rows[place][index] = Cell(AT_FLOOR, table.rows[place][index].value)
-        return replace(table, ids=[f"layer-{int(layer)}" for layer in frame["layer"]])
-    headings = [("head", "block and head, both counted from 0")]
-    for row, layer, head in zip(table.rows, frame["layer"], frame["head"], strict=True):
+            for place in np.flatnonzero(data.at_floor(run, value)):
+                rows[place][index] = replace(rows[place][index], shown=data.AT_FLOOR, error=None)
+        return Table(headings, rows, [f"layer-{int(layer)}" for layer in frame["layer"]])
+    if name == "heads":
+        headings.insert(0, ("roles", "what the head does by its scores, the clearest first"))
+        for row, roles in zip(rows, data.roles_of_heads(run), strict=True):
+            row.insert(0, Cell(", ".join(role.name for role in roles) or MISSING))
+    if "head" not in frame:
+        return table
+    headings.insert(0, ("head", "block and head, both counted from 0"))
+    for row, layer, head in zip(rows, frame["layer"], frame["head"], strict=True):
         row.insert(0, Cell(head_name(int(layer), int(head)), float(layer * 10_000 + head)))
-    if name != "heads":
-        return Table(headings + table.headings, table.rows, picks=("head", "pattern", "group"))
-    for row, roles in zip(table.rows, roles_of_heads(run), strict=True):
-        row.insert(1, Cell(", ".join(role.name for role in roles) or MISSING))
-    headings.append(("roles", "what the head does by its scores, the clearest first"))
-    return Table(
-        headings + table.headings, table.rows, [row[0].shown for row in table.rows], ("head", "roles")
-    )
+    if name == "heads":
+        return Table(headings, rows, [row[0].shown for row in rows], ("head", "roles"))
+    return Table(headings, rows, picks=("head", "pattern", "group"))
 
 
 def massive_table(run: Run) -> Table | None:
     """Tabulate the tokens that were left out for their massive activations; None where there are none."""
-    tokens = massive_tokens(run).head(MASSIVE_ROWS)
-    if not len(tokens):
+    if (tokens := data.massive_tokens(run).head(MASSIVE_ROWS)).empty:
         return None
     shown = tokens.assign(token=tokens["token"].map(shown_token), layer=tokens["layers"].map(spans))
-    return frame_table(
-        shown[["token", "context", "position", "dimension", "value", "layer"]], declared("massive")
-    )
+    columns = ["token", "context", "position", "dimension", "value", "layer"]
+    return frame_table(shown[columns], declared("massive"))
 
 
-def _cell(value: Any, error: Any = math.nan) -> Cell:
+def _cell(value: Any, error: Any) -> Cell:
     if isinstance(value, str):
         return Cell(visible(value, LONG_VALUE))
     if pd.isna(value):
         return Cell(MISSING)
     amount, spread = float(value), math.nan if pd.isna(error) else float(error)
-    return Cell(with_error(amount, spread), _rounded(amount, 7), _rounded(spread, 3))
-
-
-def _rounded(amount: float, digits: int) -> float | None:
-    return float(f"{amount:.{digits}g}") if math.isfinite(amount) else None
+    exact = float(f"{amount:.7g}") if math.isfinite(amount) else None
+    return Cell(with_error(amount, spread), exact, float(f"{spread:.3g}") if math.isfinite(spread) else None)
 
 
 def head_cards(run: Run) -> dict[str, Any]:
-    """Return what the cards of heads show: `measures`, the group and title of each, and `heads` by `"layer,head"`.
-
-    Of a head: groups of its own, each a title with (name, value) pairs, and the value of every measure.
-    """
-    heads, measures = {}, head_measures(run)
-    regimes, roles = measured_regimes(run), roles_of_heads(run)
-    sinks = _sinks_by_head(run)
+    """Return what the cards of heads show: (group, title) of `measures`, and of `heads` own groups and their values."""
+    heads, measures, sinks = {}, head_measures(run), _sinks_by_head(run)
+    curves, roles = data.array(run, "propagation_by_position"), data.roles_of_heads(run)
+    regimes = None if curves is None else regime_of_curve(curves[run.heads["layer"], run.heads["head"]])
     for place, row in enumerate(run.heads.to_dict("records")):
         layer, head = int(row["layer"]), int(row["head"])
         scores = [(role.name, number(row[role.column])) for role in roles[place]]
         if regimes is not None:
             scores.append(("measured regime", str(regimes[place])))
         groups = {ROLES_CARD: scores, SINKS_CARD: sinks.get((layer, head), [])}
-        values = [row[measure.name] for measure in measures]
-        heads[f"{layer},{head}"] = [
-            [group for group in groups.items() if group[1]],
-            list(map(number, values)),
-        ]
+        values = [number(row[measure.name]) for measure in measures]
+        heads[f"{layer},{head}"] = [[group for group in groups.items() if group[1]], values]
     return {"measures": [(CARDS.get(one.group, TEXT), one.title) for one in measures], "heads": heads}
 
 
@@ -277,16 +233,14 @@ def _sinks_by_head(run: Run) -> dict[tuple[int, int], list[tuple[str, str]]]:
 def provenance_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
     """List where the run comes from: (name, value) pairs, nested names joined by dots."""
     rows: list[tuple[str, str]] = []
-
-    def walk(prefix: str, value: Any) -> None:
+    for name, value in record.items():
+        if name == "fingerprint":
+            continue
         if isinstance(value, dict):
-            for key in value:
-                walk(f"{prefix}.{key}" if prefix else str(key), value[key])
+            rows += [(f"{visible(name)}.{inner}", shown) for inner, shown in provenance_rows(value)]
         else:
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            rows.append((visible(prefix), visible(shown, LONG_VALUE)))
-
-    walk("", {key: value for key, value in record.items() if key != "fingerprint"})
+            rows.append((visible(name), visible(shown, LONG_VALUE)))
     return rows
 
 
@@ -298,14 +252,13 @@ def subtitle(provenance: dict[str, Any]) -> str:
         return visible(model["architecture"], 60) if trained else "theory or its own training runs"
     shape = f"{model.get('layers', '?')} blocks × {model.get('heads', '?')} heads"
     parts = [visible(model.get("architecture") or "unknown architecture", 60), shape]
-    if model.get("width"):
-        parts.append(f"width {model['width']}")
-    if model.get("parameters"):
-        parts.append(f"{_short_count(float(model['parameters']))} parameters")
-    if model.get("positions"):
-        parts.append(f"{visible(model['positions'], 30)} positions")
-    if model.get("chosen_layers"):
-        parts.append(f"only heads of blocks {spans(model['chosen_layers'])}")
+    show: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "width": ("width {}", str),
+        "parameters": ("{} parameters", _short_count),
+        "positions": ("{} positions", visible),
+        "chosen_layers": ("only heads of blocks {}", spans),
+    }
+    parts += [words.format(word(model[name])) for name, (words, word) in show.items() if model.get(name)]
     if model.get("gguf"):
         parts.append(gguf_described(visible(model["gguf"], 20), visible(model.get("dtype"), 20)))
     return " · ".join(parts)
@@ -341,8 +294,7 @@ def _short_count(amount: float) -> str:
 
 def measures() -> dict[str, str]:
     """Name the key numbers, and say what each is: a column's mean over heads or layers, or its largest value."""
-    heads, layers = declared("heads"), declared("layers")
-    titles = {name: column.title for name, column in (heads | layers).items()}
+    titles = {name: column.title for name, column in (declared("heads") | declared("layers")).items()}
     titles |= {UNIFORM_ATTENTION.column: "entropy over its maximum", "entropy": "attention entropy in nats"}
     return (
         {name: f"{titles[name]}, mean over heads" for name in OVER_HEADS}
@@ -353,13 +305,23 @@ def measures() -> dict[str, str]:
 
 def summary_row(run: Run) -> dict[str, float]:
     """Compute a run's key numbers: every one of `measures`, NaN where it has none; `…_se` for those over layers."""
-    row: dict[str, float] = {}
-    for name in OVER_HEADS:
-        values = entropy_share(run) if name == UNIFORM_ATTENTION.column else column(run.heads, name)
-        row[name] = math.nan if values is None else float(np.nanmean(values))
+    share = data.entropy_share(run)
+    heads = run.heads.assign(**{UNIFORM_ATTENTION.column: math.nan if share is None else share})
+    row = heads.reindex(columns=OVER_HEADS).mean().to_dict()
     for name in OVER_LAYERS:
-        row[name], row[f"{name}_se"] = layer_mean(run, name) or (math.nan, math.nan)
-    for name in STRONGEST:
-        values = column(run.heads, name)
-        row[f"{name}_max"] = math.nan if values is None else float(np.nanmax(values))
-    return row
+        row[name], row[f"{name}_se"] = data.layer_mean(run, name) or (math.nan, math.nan)
+    return row | heads.reindex(columns=STRONGEST).max().add_suffix("_max").to_dict()
+
+
+def linked(run: Run, tokens: Table | None) -> Callable[[str], Markup]:
+    """Return a function that escapes a sentence and links every head, layer and token that it names to its place."""
+    targets = {name: name for name in data.head_labels(run)} if len(run.heads) else {}
+    targets |= {f"layer {int(layer)}": f"layer-{int(layer)}" for layer in run.layers.get("layer", ())}
+    for row, anchor in zip(tokens.rows, tokens.ids, strict=True) if tokens else ():
+        targets.setdefault(str(escape(f"‘{row[0].shown}’")), anchor)
+
+    def link(match: re.Match[str]) -> str:
+        target = targets.get(match[0])
+        return f'<a href="#{target}">{match[0]}</a>' if target else match[0]
+
+    return lambda text: Markup(_NAMED.sub(link, str(escape(text))))

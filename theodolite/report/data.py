@@ -1,13 +1,11 @@
-"""Safe reading of a run for the report: what is absent or all NaN comes back as None.
-
-A weights-only run lacks every column and array that needs a text, and a run of a rare family may lack others.
-Nothing here changes a run, and nothing here draws.
-"""
+"""Safe reading of a run for the report: what is absent or all NaN comes back as None. Nothing here draws."""
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Sequence
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -25,8 +23,7 @@ from theodolite.measure.head_roles import ROLES, HeadRole
 from theodolite.passes.run import Run
 from theodolite.system.wording import head_name
 
-OF_GROUPS = GROUPS, "groups of contexts"
-"""What the standard errors of the layers table rest on."""
+OF_GROUPS = GROUPS, "groups of contexts"  # what the standard errors of the layers table rest on
 
 
 def column(frame: pd.DataFrame, name: str) -> Floats | None:
@@ -44,8 +41,7 @@ def columns_of(run: Run, table: str) -> dict[str, Column]:
 
 def caller_columns(run: Run, table: str) -> list[Column]:
     """List the columns of a table that the caller's own measurements declared, and that it has."""
-    known = declared(table)
-    described = columns_of(run, table)
+    known, described = declared(table), columns_of(run, table)
     return [one for name, one in described.items() if name not in known and name in getattr(run, table)]
 
 
@@ -58,8 +54,8 @@ def limit_of(table: str, name: str) -> Criterion:
 
 def offered(run: Run) -> dict[str, Column]:
     """Return the columns of heads that pickers offer, by name."""
-    described = columns_of(run, "heads")
-    return {name: one for name, one in described.items() if one.offered and one.kind == "number"}
+    described = columns_of(run, "heads").items()
+    return {name: one for name, one in described if one.offered and one.kind == "number"}
 
 
 def opening_head(run: Run) -> tuple[int, int]:
@@ -70,13 +66,10 @@ def opening_head(run: Run) -> tuple[int, int]:
 
 def roles_of_heads(run: Run) -> list[list[HeadRole]]:
     """List the roles that each head has, the clearest first, in the order of the heads' table."""
-    known = {role.column: role for role in ROLES}
-    clearness = _clearness(run)
-    values, names = clearness.to_numpy(dtype=np.float64), list(clearness)
+    known = [role for role in ROLES if role.column in run.heads]
+    values = _clearness(run).to_numpy(dtype=np.float64)
     ranked = np.argsort(-np.nan_to_num(values), axis=1, kind="stable")
-    return [
-        [known[names[i]] for i in order if row[i] >= 1] for row, order in zip(values, ranked, strict=True)
-    ]
+    return [[known[i] for i in order if row[i] >= 1] for row, order in zip(values, ranked, strict=True)]
 
 
 def _clearness(run: Run) -> pd.DataFrame:
@@ -88,23 +81,20 @@ def _clearness(run: Run) -> pd.DataFrame:
 def array(run: Run, name: str) -> npt.NDArray[Any] | None:
     """Return an array of the run in its own dtype and memory, None where it is absent or empty."""
     tensor = run.arrays.get(name)
-    if tensor is None or tensor.numel() == 0:
-        return None
-    view: npt.NDArray[Any] = tensor.detach().cpu().numpy()
-    return view
+    return None if tensor is None or tensor.numel() == 0 else tensor.detach().cpu().numpy()
 
 
 def need(run: Run, name: str) -> npt.NDArray[Any]:
     """Return `array` for a figure that cannot be drawn without it: `UsageError` where it is absent."""
-    values = array(run, name)
-    if values is None:
-        raise UsageError(f"this run has no {name!r}; survey the model on a text to get it")
-    return values
+    return _there(array(run, name), name)
 
 
 def need_column(frame: pd.DataFrame, name: str) -> Floats:
     """Return `column` for a figure that cannot be drawn without it: `UsageError` where it is absent."""
-    values = column(frame, name)
+    return _there(column(frame, name), name)
+
+
+def _there(values: npt.NDArray[Any] | None, name: str) -> npt.NDArray[Any]:
     if values is None:
         raise UsageError(f"this run has no {name!r}; survey the model on a text to get it")
     return values
@@ -122,33 +112,28 @@ def error_of(run: Run, name: str) -> Floats:
 
 
 AT_FLOOR = "at the noise floor"
-LEAST_CONTEXTS = 5
-"""Of fewer, shares of the positional basis are empty for want of groups, whatever the noise."""
-
-
-def seen_above(value: float, shown: str) -> str:
-    """Return how a number that cannot be negative is shown, or that its estimate, below 0, is noise."""
-    return AT_FLOOR if value < 0 else shown
+LEAST_CONTEXTS = (
+    5  # of fewer, shares of the positional basis are empty for want of groups, whatever the noise
+)
 
 
 def at_floor(run: Run, name: str) -> npt.NDArray[np.bool_]:
     """Mark the layers in which nothing of a number is seen above the noise of few contexts.
 
-    It is below 0 though what it estimates cannot be; not above its own column `NAME_floor`; or, of the positional
-    basis, empty where the energy that it divides by is noise.
+    It is below 0 though what it estimates cannot be, below its own floor, or empty where what it divides by is noise.
     """
     described, values = columns_of(run, "layers").get(name), value_of(run, name)
     if described is None or not described.error or name not in run.layers:
         return np.zeros(len(run.layers), dtype=bool)
     floor = value_of(run, described.floor if described.floor == f"{name}_floor" else "")
     below = ((values < 0) & (described.range[0] == 0)) | (values <= floor)
-    enough = ((provenance(run, "corpus") or {}).get("contexts") or 0) >= LEAST_CONTEXTS
+    enough = (provenance(run, "corpus", "contexts") or 0) >= LEAST_CONTEXTS
     divides = described.group == BASIS or name == "incoherence_mean"
     return below | (np.isnan(values) & np.isfinite(value_of(run, "position_energy")) & (enough and divides))
 
 
 def layer_estimates(run: Run, name: str) -> Estimates:
-    """Return a layer column with its standard errors, which rest on eight groups of neighbouring contexts."""
+    """Return a layer column with its standard errors."""
     return Estimates(value_of(run, name), error_of(run, name), *OF_GROUPS)
 
 
@@ -157,8 +142,7 @@ def mean_over_layers(
 ) -> tuple[float, float, float]:
     """Average over layers: mean, standard deviation over layers (over N, as Table 1), standard error of the mean.
 
-    The layers share their contexts, so their errors add up rather than average out: the mean of the standard
-    errors is the most that the error of the mean can be, and is what is given. NaN where there are none.
+    The latter is the mean of the layers' errors, the most that it can be: layers share their contexts. NaN: unknown.
     """
     values = np.asarray(values, dtype=np.float64)
     finite = np.isfinite(values)
@@ -200,17 +184,17 @@ def heads_per_block(run: Run) -> int:
 
 def head_labels(run: Run) -> list[str]:
     """Label every row of the head table as `L3H5`, in its order."""
-    return [
-        head_name(int(layer), int(head))
-        for layer, head in zip(run.heads["layer"], run.heads["head"], strict=True)
-    ]
+    return [head_name(*place) for place in run.heads[["layer", "head"]].itertuples(index=False)]
 
 
 def head_grid(run: Run, name: str) -> Floats | None:
     """Lay out a head measure as an (L, H) grid, NaN where a head is missing; None where `column` gives none."""
     values = column(run.heads, name)
-    if values is None:
-        return None
+    return None if values is None else laid_out(run, values)
+
+
+def laid_out(run: Run, values: Floats) -> Floats:
+    """Lay out a value of each row of the head table as an (L, H) grid, NaN where a head is missing."""
     grid = np.full((blocks(run), heads_per_block(run)), np.nan)
     grid[run.heads["layer"].to_numpy(dtype=int), run.heads["head"].to_numpy(dtype=int)] = values
     return grid
@@ -241,16 +225,12 @@ def entropy_share(run: Run) -> Floats | None:
     entropy = column(run.heads, "entropy")
     if entropy is None or array(run, "visible_keys") is None:
         return None
-    highest = entropy_limits(run).mean(axis=1)
-    shares: Floats = entropy / np.maximum(highest, 1e-9)[run.heads["layer"].to_numpy()]
-    return shares
+    highest = np.maximum(entropy_limits(run).mean(axis=1), 1e-9)
+    return entropy / highest[run.heads["layer"].to_numpy()]
 
 
 def massive_tokens(run: Run) -> pd.DataFrame:
-    """List the tokens with massive activations after the first position, a row each, those of the largest value first.
-
-    Columns context, position, token, dimension, value (the largest in size) and layers, a list.
-    """
+    """List the tokens with massive activations after the first position, each with its largest value and `layers`."""
     if run.massive.empty:
         return pd.DataFrame()
     ordered = run.massive.sort_values("value", key=np.abs, ascending=False, kind="stable")
@@ -276,6 +256,11 @@ def records(table: pd.DataFrame) -> list[dict[str, Any]]:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return [{str(key): plain(value) for key, value in row.items()} for row in table.to_dict(orient="records")]
+
+
+def packaged(name: str) -> dict[str, Any]:
+    """Read a TOML file that lies beside this one."""
+    return tomllib.loads((resources.files("theodolite.report") / name).read_text(encoding="utf-8"))
 
 
 def evenly(count: int, most: int) -> list[int]:

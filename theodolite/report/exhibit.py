@@ -1,15 +1,11 @@
-"""An exhibit of the page: a figure, its caption, its picker, and which runs can show it.
-
-`exhibits.toml` has the sections of the page and the captions, in the page's order.
-"""
+"""An exhibit of the page: a figure, its caption (in `exhibits.toml`), its picker, and which runs can show it."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from importlib import resources
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +13,7 @@ import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
-from theodolite.report.data import blocks, evenly, heads_per_block
+from theodolite.report.data import blocks, evenly, heads_per_block, packaged
 from theodolite.report.style import Patch
 from theodolite.system.wording import head_name
 
@@ -40,8 +36,8 @@ class Option:
 class Choice:
     """A figure's picker: its `options`, and the same figure drawn for each.
 
-    `mode`: "picker" (one figure under its own picker), "head" (follows the page's layer and head pickers).
-    `grid`: keys that are also drawn small, side by side. `start`: which option a page shows first.
+    `mode`: "picker" (its own), or "head" (the page's pickers of one head). `grid`: keys that are also drawn small, side
+    by side. `start`: which option a page shows first.
     """
 
     name: str
@@ -51,32 +47,29 @@ class Choice:
     grid: Sequence[str] = ()
     start: int = 0
 
+    def first_shown(self) -> go.Figure:
+        """Draw the option that a page shows first."""
+        return self.draw(self.options[self.start].key)
+
     def variants(self) -> dict[str, list[Patch]]:
         """Return, for every option, the entries of each trace that are not the same in all options."""
-        traces = {option.key: self.draw(option.key).to_plotly_json()["data"] for option in self.options}
-        changing = _changing(traces)
+        drawn = {option.key: self.draw(option.key).to_plotly_json()["data"] for option in self.options}
+        changing = [
+            [name for name in sorted(set().union(*traces)) if not _alike([each.get(name) for each in traces])]
+            for traces in zip(*drawn.values(), strict=True)
+        ]
         return {
-            key: [{name: trace.get(name) for name in changing[place]} for place, trace in enumerate(each)]
-            for key, each in traces.items()
+            key: [{name: trace.get(name) for name in changing[place]} for place, trace in enumerate(traces)]
+            for key, traces in drawn.items()
         }
 
 
-def _changing(traces: dict[str, list[Patch]]) -> list[list[str]]:
-    """List, for every trace, the names of the entries that some option changes."""
-    first, *others = traces.values()
-    return [
-        [
-            name
-            for name in sorted(set().union(*(each[place] for each in traces.values())))
-            if any(not _equal(trace.get(name), each[place].get(name)) for each in others)
-        ]
-        for place, trace in enumerate(first)
-    ]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Compare two entries; Plotly leaves arrays of words, and empty ones, to numpy."""
-    return np.array_equal(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else bool(a == b)
+def _alike(entries: Sequence[Any]) -> bool:
+    """Tell whether entries of traces are equal; Plotly leaves arrays of words, and empty ones, to numpy."""
+    first, *others = entries
+    if any(isinstance(entry, np.ndarray) for entry in entries):
+        return all(np.array_equal(first, other) for other in others)
+    return all(first == other for other in others)
 
 
 @dataclass(frozen=True)
@@ -98,12 +91,8 @@ class Exhibit:
 Draw = Callable[..., go.Figure]
 Picker = Callable[[Run, Draw], Choice]
 
-_DECLARED: dict[str, dict[str, Any]] = tomllib.loads(
-    (resources.files("theodolite.report") / "exhibits.toml").read_text(encoding="utf-8")
-)
-SECTIONS: dict[str, tuple[str, str]] = {
-    section: (captions.pop("name"), captions.pop("lead")) for section, captions in _DECLARED.items()
-}
+_DECLARED = packaged("exhibits.toml")
+SECTIONS = {section: (captions.pop("name"), captions.pop("lead")) for section, captions in _DECLARED.items()}
 """Of the page: identifier → name, and the sentence under it."""
 
 CAPTIONS = {
@@ -111,27 +100,16 @@ CAPTIONS = {
     for section, captions in _DECLARED.items()
     for key, caption in captions.items()
 }
-"""Of every exhibit what `exhibits.toml` says, in the page's order: title, shows, look_for, source, unhealthy, wide.
-
-`small`: each of its `GRID` layers is also drawn, side by side. `of_heads`: it has a cell a head, which a click opens.
-`curves`: it is drawn from there (`drawing/layers.py`).
-"""
-
-NOT_SHOWN = ("section", "small", "curves")
-"""Of a caption what its exhibit does without."""
+"""Of every exhibit what `exhibits.toml` says, in the page's order; `drawing/layers.py` draws those with `curves`."""
 
 
 @dataclass(frozen=True)
 class SurveyExhibit:
     """One figure of the page, and of `report.figures`: a function of a run, declared by `exhibit`.
 
-    Attributes:
-        key: its name in `exhibits.toml`.
-        caption: what that says of it (`CAPTIONS`).
-        when: what must hold of a run besides that it has the numbers, without which the function raises `UsageError`.
-        picker: what the page offers to choose from, and how that is drawn.
-        alone: whether `report.figures` has it.
-        given: further arguments of the function, or functions of the run that give them.
+    `key`: in `exhibits.toml`, which has its `caption`. `picker`: what the page offers to choose from. `when`: what must
+    hold of a run besides that it has the numbers, without which the function raises `UsageError`. `alone`: whether
+    `report.figures` has it.
     """
 
     key: str
@@ -140,26 +118,18 @@ class SurveyExhibit:
     picker: Picker | None = None
     when: Callable[[Run], bool] | None = None
     alone: bool = True
-    given: dict[str, Any] = field(default_factory=dict)
-
-    def available(self, run: Run) -> bool:
-        """Tell whether the run has every number that the figure needs."""
-        return self.of(run) is not None
 
     def of(self, run: Run) -> Exhibit | None:
         """Draw the figure of a run with its caption and picker; None where the run lacks what it needs."""
         if self.when is not None and not self.when(run):
             return None
         try:
-            given = {name: value(run) if callable(value) else value for name, value in self.given.items()}
-            figure = self.function(run, **given)
+            choice = self.picker and self.picker(run, functools.partial(self.function, run))
+            figure = choice.first_shown() if choice else self.function(run)
         except UsageError:
             return None
-        choice = self.picker and self.picker(run, lambda **chosen: self.function(run, **given | chosen))
-        if choice and "small" in self.caption:
-            choice = replace(choice, grid=[choice.options[n].key for n in evenly(len(choice.options), GRID)])
-        shown = {name: value for name, value in self.caption.items() if name not in NOT_SHOWN}
-        return Exhibit(self.key, figure=figure, choice=choice, **shown)
+        known = {name: value for name, value in self.caption.items() if name in Exhibit.__annotations__}
+        return Exhibit(self.key, figure=figure, choice=choice, **known)
 
 
 DECLARED: dict[str, SurveyExhibit] = {}
@@ -167,10 +137,7 @@ DECLARED: dict[str, SurveyExhibit] = {}
 
 
 def exhibit(key: str = "", **more: Any) -> Callable[[Drawing], Drawing]:
-    """Declare a function of a run to be a figure of the page; `key`: in `exhibits.toml`, as its name with hyphens.
-
-    `more`: of `SurveyExhibit`.
-    """
+    """Declare a function of a run to be a figure of the page, `key` in `exhibits.toml`; `more`: of `SurveyExhibit`."""
 
     def declare(function: Drawing) -> Drawing:
         name = key or function.__name__.replace("_", "-")
@@ -181,17 +148,12 @@ def exhibit(key: str = "", **more: Any) -> Callable[[Drawing], Drawing]:
 
 
 def by_name(
-    kind: str,
-    names: Sequence[str],
-    draw: Callable[[int], go.Figure],
-    *,
-    grid: bool = False,
-    start: int = 0,
+    kind: str, names: Sequence[str], draw: Callable[[int], go.Figure], *, grid: bool = False, start: int = 0
 ) -> Choice:
-    """Offer numbered pictures; the first `GRID` of them, evenly chosen, also drawn small."""
+    """Offer numbered pictures; `grid`: at most `GRID` of them, evenly chosen, are also drawn small."""
     options = [Option(str(index), name) for index, name in enumerate(names)]
-    shown = [str(index) for index in evenly(len(names), GRID)] if grid else []
-    return Choice(kind, options, lambda key: draw(int(key)), grid=shown, start=start)
+    small = [str(index) for index in evenly(len(names), GRID)] if grid else []
+    return Choice(kind, options, lambda key: draw(int(key)), grid=small, start=start)
 
 
 def by_layer(count: int, draw: Callable[[int], go.Figure], *, grid: bool = False) -> Choice:
@@ -201,22 +163,18 @@ def by_layer(count: int, draw: Callable[[int], go.Figure], *, grid: bool = False
 
 
 def by_residual_layer(run: Run, draw: Draw) -> Choice:
-    """Offer the residual layers of a run."""
-    return by_layer(blocks(run) + 1, lambda layer: draw(layer=layer))
+    """Offer the residual layers of a run, some of them also small."""
+    return by_layer(blocks(run) + 1, draw, grid=True)
 
 
-def by_block(run: Run, draw: Draw) -> Choice:
+def by_block(run: Run, draw: Draw, *, grid: bool = False) -> Choice:
     """Offer the blocks of a run."""
-    return by_layer(blocks(run), lambda layer: draw(layer=layer))
+    return by_layer(blocks(run), draw, grid=grid)
 
 
 def by_head(run: Run, draw: Draw) -> Choice:
     """Offer the heads, which the page's pickers of one head choose."""
     places = itertools.product(range(blocks(run)), range(heads_per_block(run)))
-    options = [Option(f"{layer},{head}", head_name(layer, head)) for layer, head in places]
-
-    def of_head(key: str) -> go.Figure:
-        layer, head = map(int, key.split(","))
-        return draw(layer=layer, head=head)
-
-    return Choice("head", options, of_head, "head")
+    named = {f"{layer},{head}": (layer, head) for layer, head in places}
+    options = [Option(key, head_name(*place)) for key, place in named.items()]
+    return Choice("head", options, lambda key: draw(*named[key]), "head")

@@ -5,8 +5,8 @@
     figures.spiral(run, layer=2)     # in a notebook it shows itself; .write_html("spiral.html") keeps it
 
 Those of one layer or head take it as further arguments. Each raises `UsageError` where the run has no numbers for it.
-A figure carries its title and what to look for, on paper of its own, so that it can stand alone; the page of the
-report draws the same ones without, among its captions. This module only gathers: the drawing is in its siblings.
+A figure carries its title and what to look for, on paper of its own; the page of the report draws the same ones
+without, among its captions. This module only gathers: the drawing is in its siblings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -26,77 +25,60 @@ from theodolite.report import style
 from theodolite.report.data import blocks, columns_of, heads_per_block, offered
 from theodolite.report.drawing import constituents as split
 from theodolite.report.drawing import geometry, heads, layers
-from theodolite.report.exhibit import CAPTIONS, DECLARED, SurveyExhibit, by_block
+from theodolite.report.exhibit import CAPTIONS, DECLARED, SurveyExhibit, by_residual_layer
 from theodolite.system.wording import head_name, listed, nearest
 
-MODULES = (geometry, layers, split, heads)
-"""Where they are declared."""
-
-EXHIBITS = [DECLARED[key] for key in CAPTIONS]
-"""All of them in the order of the page."""
-
+MODULES = (geometry, layers, split, heads)  # where they are declared
+EXHIBITS = [DECLARED[key] for key in CAPTIONS]  # all of them in the order of the page
 _OF_FUNCTION = {exhibit.function.__name__: exhibit for exhibit in EXHIBITS if exhibit.alone}
 
 
 def available(run: Run) -> list[str]:
     """List the figures that this run has the numbers for, in the order of the page."""
-    return [name for name, exhibit in _OF_FUNCTION.items() if exhibit.available(run)]
+    return [name for name, exhibit in _OF_FUNCTION.items() if exhibit.of(run)]
 
 
-def _title_and_note(name: str, arguments: dict[str, Any], *, of_block: bool) -> tuple[str, str]:
-    """Return the title of a figure drawn with these arguments, and what to look for."""
-    subject = ""
-    if "head" in arguments:
-        subject = head_name(arguments["layer"], arguments["head"])
-    elif "layer" in arguments:
-        subject = f"{'block' if of_block else 'layer'} {arguments['layer']}"
-    elif "measure" in arguments:
-        subject = columns_of(arguments["run"], "heads")[arguments["measure"]].title
-    caption = _OF_FUNCTION[name].caption
-    return caption["title"] + (f" · {subject}" if subject else ""), f"Look for {caption['look_for']}"
-
-
-def _check(arguments: dict[str, Any], *, of_block: bool) -> None:
+def _check(run: Any, given: dict[str, Any], *, of_block: bool) -> None:
     """Refuse arguments for which there is nothing to draw: no run, no such layer or head, an unknown name."""
-    run = arguments["run"]
     if not isinstance(getattr(run, "heads", None), pd.DataFrame):
         raise UsageError(
             f"figures are drawn of a Run, such as Run.load(FOLDER); this is {type(run).__name__}"
         )
-    for name, size in (
-        ("layer", blocks(run) if of_block else len(run.layers)),
-        ("head", heads_per_block(run)),
-    ):
-        value = arguments.get(name, 0)
-        if size and (type(value) is bool or not isinstance(value, int | np.integer) or not 0 <= value < size):
+    layers = blocks(run) if of_block else len(run.layers)
+    for name, size in (("layer", layers), ("head", heads_per_block(run))):
+        value = given.get(name, 0)
+        if size and value not in range(size):
             raise UsageError(f"{name} {value!r} does not exist: this figure has {name}s 0 to {size - 1}")
     for name, choices in (("name", ["spectrum", "spectrum_data"]), ("measure", list(offered(run)))):
-        if name in arguments and arguments[name] not in choices:
+        if name in given and given[name] not in choices:
             there_are = f"there are {listed([repr(choice) for choice in choices], 60)}"
-            raise UsageError(
-                f"no {name} {arguments[name]!r}: {nearest(str(arguments[name]), choices, there_are)}"
-            )
+            raise UsageError(f"no {name} {given[name]!r}: {nearest(str(given[name]), choices, there_are)}")
 
 
 def _standalone(exhibit: SurveyExhibit) -> Callable[..., go.Figure]:
-    draw = exhibit.function
-    signature = inspect.signature(draw)
+    """Make of an exhibit's function one that checks its arguments, and adds a title and what to look for."""
+    signature = inspect.signature(exhibit.function)
 
-    @functools.wraps(draw)
+    @functools.wraps(exhibit.function)
     def drawn(*args: Any, **kwargs: Any) -> go.Figure:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        of_block = "head" in bound.arguments or exhibit.picker is by_block
-        _check(bound.arguments, of_block=of_block)
-        words = _title_and_note(draw.__name__, bound.arguments, of_block=of_block)
-        return style.standalone(go.Figure(draw(*args, **kwargs)), *words)
+        given, title = bound.arguments, exhibit.caption["title"]
+        of_block = "head" in given or exhibit.picker is not by_residual_layer
+        _check(given["run"], given, of_block=of_block)
+        if "head" in given:
+            title += f" · {head_name(given['layer'], given['head'])}"
+        elif "layer" in given:
+            title += f" · {'block' if of_block else 'layer'} {given['layer']}"
+        elif "measure" in given:
+            title += f" · {columns_of(given['run'], 'heads')[given['measure']].title}"
+        figure = go.Figure(exhibit.function(*args, **kwargs))
+        return style.standalone(figure, title, f"Look for {exhibit.caption['look_for']}")
 
     return drawn
 
 
 FIGURES = {name: _standalone(exhibit) for name, exhibit in _OF_FUNCTION.items()}
-"""All of them by name, in the order of the page."""
-
 globals().update(FIGURES)
 __all__ = ["FIGURES", "available", *FIGURES]
 

@@ -1,10 +1,7 @@
 """What the page says of a run: findings, which are sentences with the quantity that each is about; plain text only.
 
-Two findings about one quantity must not disagree: what is judged is judged by one number and one limit, and health
-checks and the summary both word its answer. A check is made only where the run has its numbers, and reports that it
-passed, too; its limits are what columns declare to be healthy, conventions for a first look. A mean over layers passes
-only where it is clear of its limit by its standard error. Each sentence of the summary is computed from the run's
-numbers; every threshold that turns a number into a word is a constant here.
+Two findings about one quantity must not disagree: it is judged by one number and one limit, which its column
+declares. A mean over layers passes only where it is clear of its limit by its standard error.
 """
 
 from __future__ import annotations
@@ -12,51 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import islice
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from theodolite.estimates import Estimate, Floats
+from theodolite.estimates import Floats
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, Answer, Criterion, contexts_needed, judge
+from theodolite.measure import head_roles
+from theodolite.measure.catalogue import declared
 from theodolite.measure.column import Column
 from theodolite.measure.constituents import ADDITIVE, DISJOINT
-from theodolite.measure.head_roles import (
-    ATTENTION_PATTERNS,
-    END_TOKEN_SINK,
-    FIRST_TOKEN_SINK,
-    INDUCTION,
-    LATER_SINK,
-    LEARNED_SINK,
-    PATTERN_ROLES,
-    RETAINED,
-    SINK_ROLES,
-    SLIGHT,
-    UNIFORM_ATTENTION,
-    HeadRole,
-)
 from theodolite.passes.run import Run
-from theodolite.report import published
-from theodolite.report.data import (
-    AT_FLOOR,
-    array,
-    at_floor,
-    attributed,
-    blocks,
-    caller_columns,
-    column,
-    entropy_share,
-    grid_of,
-    head_labels,
-    layer_average,
-    layer_mean,
-    limit_of,
-    massive_tokens,
-    provenance,
-    seen_above,
-    value_of,
-)
+from theodolite.report import data, published
 from theodolite.report.drawing.constituents import SHARES
 from theodolite.system.wording import (
     counted,
@@ -70,7 +37,7 @@ from theodolite.system.wording import (
     visible,
     with_error,
 )
-from theodolite.theory.regimes import UNDEFINED, regime_of_curve
+from theodolite.theory.regimes import UNDEFINED
 
 CLUSTERED = Criterion("at least", 0.5, "adjusted Rand index: k-means finds most of the labels")
 ENTROPY_COLLAPSE = Criterion(
@@ -81,9 +48,11 @@ UNKNOWN = Criterion("at least", 0.05, "share of unknown tokens: another language
 LEAST_VALUES = 12  # singular values of a positional basis: ScreeNOT's noise level is not known from fewer
 LEAST_SIDE = 10  # rows or columns of patches: of no more, ten frequencies are all
 REASON = 160  # characters of a reason that are shown
+# Quantities that are judged in more than one place.
 POSITIONS, SMOOTHNESS, ENTANGLEMENT, CLUSTERS = "positions", "smoothness", "entanglement", "clusters"
 MASSIVE = "massive activations"
-"""Quantities that are judged in more than one place."""
+MOST = 5  # sentences that a reader should know first: of these topics where less is unusual
+USUAL = ("Sinks", "Heads", "Outliers", "Context", "Constituents", "Localization")
 
 
 @dataclass(frozen=True)
@@ -101,47 +70,41 @@ class Finding:
         return self.text
 
 
+Judged = tuple[str, Answer] | None  # what a check says, and its answer; None: not for this run
+
+
 def of_layers(
     run: Run,
-    about: str,
     name: str,
     claims: tuple[str, str, str],
-    numbers: Callable[[Estimate], str],
+    mean: str,
+    show: Callable[[float, float], str] = with_error,
     criterion: Criterion | None = None,
-) -> Finding | None:
+) -> Judged:
     """Judge the mean of a column over the layers that have it, by what is healthy; None where no layer has.
 
-    A layer has none where noise hides it.
-
-    Args:
-        claims: what holds, what fails, and what is open, a clause that begins with "Whether".
-        numbers: words the mean.
+    `claims`: what holds, what fails, and what is open, a clause that begins with "Whether". `mean`: its words, {} the
+    number as `show` shows it.
     """
-    known, hidden = np.isfinite(value_of(run, name)), int(at_floor(run, name).sum())
+    known, hidden = np.isfinite(data.value_of(run, name)), int(data.at_floor(run, name).sum())
     holds, fails, whether = claims
     if not known.any():
-        text = f"{whether} is not judged: it is {AT_FLOOR} in every layer."
-        return Finding(text, about, UNDECIDED) if hidden else None
-    estimate, _ = layer_average(run, name)
-    verdict = judge("", "", estimate, criterion or limit_of("layers", name))
+        text = f"{whether} is not judged: it is {data.AT_FLOOR} in every layer."
+        return (text, UNDECIDED) if hidden else None
+    estimate, _ = data.layer_average(run, name)
+    verdict = judge("", "", estimate, criterion or data.limit_of("layers", name))
     if verdict.answer != UNDECIDED:
         claim = holds if verdict.answer == HOLDS else fails
     elif math.isnan(estimate.margin):
         claim = f"{whether} is not decided, since its standard error is not known"
     else:
         unknown = "it is within an error of its limit, and how many contexts would is not known"
-        needed = contexts_needed(verdict, (provenance(run, "corpus") or {}).get("contexts", 0))
+        needed = contexts_needed(verdict, data.provenance(run, "corpus", "contexts") or 0)
         claim = f"{whether} is not decided; {needed or unknown}"
-    layers = f"mean of {counted(int(known.sum()), 'layer')}; in {hidden} of all it is {AT_FLOOR}"
-    return Finding(f"{claim}: {numbers(estimate)}{f' ({layers})' if hidden else ''}.", about, verdict.answer)
-
-
-def measured_regimes(run: Run) -> np.ndarray[Any, Any] | None:
-    """Name the regime of every head by its measured curve; None where there is none."""
-    curves = array(run, "propagation_by_position")
-    if curves is None or not len(run.heads):
-        return None
-    return regime_of_curve(curves[run.heads["layer"], run.heads["head"]])
+    is_noise = estimate.value < 0 and declared("layers")[name].range[0] == 0
+    shown = mean.format(data.AT_FLOOR if is_noise else show(estimate.value, estimate.error))
+    layers = f"mean of {counted(int(known.sum()), 'layer')}; in {hidden} of all it is {data.AT_FLOOR}"
+    return f"{claim}: {shown}{f' ({layers})' if hidden else ''}.", verdict.answer
 
 
 def in_a_line(checks: Sequence[Finding]) -> str:
@@ -155,44 +118,30 @@ def in_a_line(checks: Sequence[Finding]) -> str:
     return ", ".join([first, *others]) + "."
 
 
-CheckResult = tuple[str, bool] | Finding | None
-"""The text of a check and whether it is flagged; or a finding, which may be open; None: not for this run."""
-
-
 def checks(run: Run) -> list[Finding]:
     """Run every check that the run's numbers allow, those of a caller's own columns last."""
-    own = [measure for table in ("layers", "heads") for measure in caller_columns(run, table)]
-    outcomes = [check(run, about) for about in CHECKS]
-    outcomes += [_as_finding(measure.name, _own(measure, run)) for measure in own]
-    return [outcome for outcome in outcomes if outcome is not None]
+    own = [column for table in ("layers", "heads") for column in data.caller_columns(run, table)]
+    outcomes = [(about, judged(run)) for about, (_, judged) in CHECKS.items()]
+    outcomes += [(column.name, _own(column, run)) for column in own]
+    return [Finding(outcome[0], about, outcome[1]) for about, outcome in outcomes if outcome]
 
 
-def check(run: Run, about: str) -> Finding | None:
-    """Run one of `CHECKS`; None where the run has no numbers for it."""
-    return _as_finding(about, CHECKS[about][1](run))
+def _found(run: Run, about: str) -> Iterator[Finding]:
+    """Run one of `CHECKS`."""
+    if outcome := CHECKS[about][1](run):
+        yield Finding(outcome[0], about, outcome[1])
 
 
-def _as_finding(about: str, outcome: CheckResult) -> Finding | None:
-    if outcome is None or isinstance(outcome, Finding):
-        return outcome
-    text, flagged = outcome
-    return Finding(text, about, FAILS if flagged else HOLDS)
-
-
-def _own(measure: Column, run: Run) -> CheckResult:
+def _own(measure: Column, run: Run) -> Judged:
     """Run the check that a caller's column declares."""
-    frame = getattr(run, measure.table)
-    if (values := column(frame, measure.name)) is None or measure.healthy is None:
+    values, healthy = data.column(getattr(run, measure.table), measure.name), measure.healthy
+    if values is None or healthy is None:
         return None
-    limit = f"{measure.healthy.side} {number(measure.healthy.limit)}"
-    if not (unhealthy := _unhealthy(measure.healthy, values)).any():
-        return f"{visible(measure.title)} is {limit} in all {measure.table}.", False
-    layers = [f"layer {layer}" for layer in frame["layer"][unhealthy]]
-    names = listed(layers) if measure.table == "layers" else _named(run, unhealthy)
-    return (
-        f"{visible(measure.title)} is not {limit} in {names}: {visible(measure.healthy.source, REASON)}.",
-        True,
-    )
+    title, limit = visible(measure.title), f"{healthy.side} {number(healthy.limit)}"
+    if not (unhealthy := _unhealthy(healthy, values)).any():
+        return f"{title} is {limit} in all {measure.table}.", HOLDS
+    named = _named_layers if measure.table == "layers" else _named
+    return f"{title} is not {limit} in {named(run, unhealthy)}: {visible(healthy.source, REASON)}.", FAILS
 
 
 def _unhealthy(healthy: Criterion, values: Floats) -> npt.NDArray[np.bool_]:
@@ -201,152 +150,135 @@ def _unhealthy(healthy: Criterion, values: Floats) -> npt.NDArray[np.bool_]:
 
 
 def _named(run: Run, flags: npt.NDArray[np.bool_]) -> str:
-    return listed([name for name, flag in zip(head_labels(run), flags, strict=True) if flag])
+    return listed([name for name, flag in zip(data.head_labels(run), flags, strict=True) if flag])
 
 
-def _counted(flags: npt.NDArray[np.bool_]) -> str:
-    return counted(int(flags.sum()), "head")
+def _named_layers(run: Run, flags: npt.NDArray[np.bool_]) -> str:
+    return listed([f"layer {layer}" for layer in _layers(run)[flags]])
 
 
-def _rank_collapse(run: Run) -> CheckResult:
-    residual = column(run.layers, "rank_collapse")
-    if residual is None:
+def _have(count: int) -> str:
+    return f"{counted(count, 'head')} {'has' if count == 1 else 'have'}"
+
+
+def _rank_collapse(run: Run) -> Judged:
+    if (residual := data.column(run.layers, "rank_collapse")) is None:
         return None
-    layers = run.layers["layer"].to_numpy(dtype=int)
-    lowest = int(np.nanargmin(residual))
-    least = number(residual[lowest], 2)
-    healthy = limit_of("layers", "rank_collapse")
-    if low := [f"layer {layer}" for layer in layers[_unhealthy(healthy, residual)]]:
-        limits = f"(residual below {healthy.limit:g}; lowest {least})"
-        return f"Rank collapse: in {listed(low)} all tokens are nearly the same vector {limits}.", True
-    return f"No rank collapse: the residual stays at or above {least} (layer {layers[lowest]}).", False
+    lowest, healthy = int(np.nanargmin(residual)), data.limit_of("layers", "rank_collapse")
+    least, low = number(residual[lowest], 2), _unhealthy(healthy, residual)
+    if low.any():
+        layers, limits = _named_layers(run, low), f"(residual below {healthy.limit:g}; lowest {least})"
+        return f"Rank collapse: in {layers} all tokens are nearly the same vector {limits}.", FAILS
+    return f"No rank collapse: the residual stays at or above {least} (layer {_layers(run)[lowest]}).", HOLDS
 
 
-def _entropy_collapse(run: Run) -> CheckResult:
-    share = entropy_share(run)
-    if share is None:
+def _entropy_collapse(run: Run) -> Judged:
+    if (share := data.entropy_share(run)) is None:
         return None
-    low = ENTROPY_COLLAPSE.met(share)
-    limit = percent(ENTROPY_COLLAPSE.limit)
+    low, limit = ENTROPY_COLLAPSE.met(share), percent(ENTROPY_COLLAPSE.limit)
     if not low.any():
-        return f"No entropy collapse: every head has at least {limit} of the maximum entropy.", False
+        return f"No entropy collapse: every head has at least {limit} of the maximum entropy.", HOLDS
     explained = np.zeros(len(share), dtype=bool)
-    for role in (*PATTERN_ROLES, *SINK_ROLES):
-        values = column(run.heads, role.column)
-        if values is not None:
+    for role in (*head_roles.PATTERN_ROLES, *head_roles.SINK_ROLES):
+        if (values := data.column(run.heads, role.column)) is not None:
             explained |= low & (values >= role.explains_low_entropy)
-    heads = f"{_counted(low)} {'has' if low.sum() == 1 else 'have'}"
-    text = f"{heads} less than {limit} of the maximum entropy: {_named(run, low)}."
+    text = f"{_have(int(low.sum()))} less than {limit} of the maximum entropy: {_named(run, low)}."
     unexplained = low & ~explained
     if not unexplained.any():
-        return f"{text} All are first-token sink heads or have one fixed role, as is common.", False
+        return f"{text} All are first-token sink heads or have one fixed role, as is common.", HOLDS
     if explained.any():
         text += f" Neither a first-token sink nor a fixed role explains {_named(run, unexplained)}."
-    return f"Entropy collapse: {text}", True
+    return f"Entropy collapse: {text}", FAILS
 
 
-def _vanishing(run: Run) -> CheckResult:
-    propagation, healthy = column(run.heads, "propagation"), limit_of("heads", "propagation")
+def _vanishing(run: Run) -> Judged:
+    propagation, healthy = data.column(run.heads, "propagation"), data.limit_of("heads", "propagation")
     if propagation is None:
         return None
     if (vanished := _unhealthy(healthy, propagation)).any():
         keys = f"fewer than {percent(healthy.limit)} of the keys propagate"
-        return f"Vanishing signal: {keys} in {_counted(vanished)}: {_named(run, vanished)}.", True
+        heads = counted(int(vanished.sum()), "head")
+        return f"Vanishing signal: {keys} in {heads}: {_named(run, vanished)}.", FAILS
     lowest = percent(float(np.nanmin(propagation)))
-    return f"No vanishing signal: at least {lowest} of the keys propagate in every head.", False
+    return f"No vanishing signal: at least {lowest} of the keys propagate in every head.", HOLDS
 
 
-def _dead_heads(run: Run) -> CheckResult:
-    size = column(run.heads, "frobenius_squared")
-    if size is None:
+def _dead_heads(run: Run) -> Judged:
+    if (size := data.column(run.heads, "frobenius_squared")) is None:
         return None
-    zero, share = DEAD_SHARE.met(size / (float(np.nanmedian(size)) or 1.0)), entropy_share(run)
-    uniform = ~zero & (share is not None and share >= UNIFORM_ATTENTION.threshold)
+    zero, share = DEAD_SHARE.met(size / (float(np.nanmedian(size)) or 1.0)), data.entropy_share(run)
+    uniform = ~zero & (share is not None and share >= head_roles.UNIFORM_ATTENTION.threshold)
     causes = (("W_QK is numerically zero", zero), ("attention is uniform", uniform))
     if dead := [f"{cause} in {_named(run, flags)}" for cause, flags in causes if flags.any()]:
-        return f"Dead heads: {'; '.join(dead)}.", True
-    return "No dead heads: no W_QK is negligible compared with the others.", False
+        return f"Dead heads: {'; '.join(dead)}.", FAILS
+    return "No dead heads: no W_QK is negligible compared with the others.", HOLDS
 
 
-def _not_decomposed(run: Run) -> CheckResult:
-    refused = provenance(run, "constituents_refused")
-    if not refused:
+def _not_decomposed(run: Run) -> Judged:
+    if not (refused := data.provenance(run, "constituents_refused")):
         return None
     layers = listed([f"layer {visible(layer)}" for layer in refused])
     reason = visible(next(iter(refused.values())), REASON)
-    return f"Logits could not be decomposed in {layers}: {reason}.", True
+    return f"Logits could not be decomposed in {layers}: {reason}.", FAILS
 
 
-def _massive(run: Run) -> CheckResult:
-    later = column(run.layers, "massive_activations")
-    if later is None:
+def _massive(run: Run) -> Judged:
+    if (later := data.column(run.layers, "massive_activations")) is None:
         return None
-    unhealthy = _unhealthy(limit_of("layers", "massive_activations"), later)
-    affected = run.layers["layer"].to_numpy(dtype=int)[unhealthy]
+    affected = _layers(run)[_unhealthy(data.limit_of("layers", "massive_activations"), later)]
     if not len(affected):
-        return "No massive activations after the first token.", False
+        return "No massive activations after the first token.", HOLDS
     where = f"in {counted(len(affected), 'layer')} (first in layer {affected.min()})"
     harm = "common in large models, harmful to low-precision formats"
-    return f"Later tokens have massive activations {where}: {harm}.", True
+    return f"Later tokens have massive activations {where}: {harm}.", FAILS
 
 
-def _positional(run: Run) -> CheckResult:
+def _positional(run: Run) -> Judged:
     """Check whether the positional basis is more than noise; without that and smoothness, weights look random."""
     claims = "Positions are encoded", "Positions are not encoded", "Whether positions are encoded"
-    rank = "mean rank of the positional basis {}"
-    encoded, singular_values = (
-        of_layers(run, POSITIONS, "rank", claims, rank.format),
-        array(run, "singular_values"),
-    )
-    if encoded is None or singular_values is None or singular_values.shape[1] < LEAST_VALUES:
+    rank, values = "mean rank of the positional basis {}", data.array(run, "singular_values")
+    encoded, smooth = of_layers(run, "rank", claims, rank), _smooth(run)
+    if encoded is None or values is None or values.shape[1] < LEAST_VALUES:
         return None
-    smooth = _smooth(run)
-    if encoded.answer != HOLDS and smooth and smooth.answer == FAILS:
-        beyond = f"beyond noise: {rank.format(layer_average(run, 'rank')[0])}, and it is rough"
-        return Finding(f"No positional structure {beyond}. The model looks untrained.", POSITIONS, FAILS)
+    if encoded[1] != HOLDS and smooth and smooth[1] == FAILS:
+        beyond = f"beyond noise: {rank.format(data.layer_average(run, 'rank')[0])}, and it is rough"
+        return f"No positional structure {beyond}. The model looks untrained.", FAILS
     return encoded
 
 
-def _smooth(run: Run) -> Finding | None:
-    grid = grid_of(run)
+def _smooth(run: Run) -> Judged:
+    grid = data.grid_of(run)
     if grid and min(grid.rows, grid.columns) <= LEAST_SIDE:
         return None
     of_plane = " of rows and of columns" if grid else ""
-
-    def numbers(share: Estimate) -> str:
-        shown = seen_above(share.value, percent_with_error(share.value, share.error))
-        return f"the ten lowest frequencies{of_plane} hold {shown} of the energy of its Gram matrix"
-
+    share = f"the ten lowest frequencies{of_plane} hold {{}} of the energy of its Gram matrix"
     claims = (
         "The positional basis is smooth",
         "The positional basis is rough, and neighbouring positions have unrelated vectors",
         "Whether the positional basis is smooth",
     )
-    return of_layers(run, SMOOTHNESS, "pp_low_frequency_10", claims, numbers)
+    return of_layers(run, "pp_low_frequency_10", claims, share, percent_with_error)
 
 
-def _entangled(run: Run) -> Finding | None:
+def _entangled(run: Run) -> Judged:
     claims = (
         "Position and context are not entangled",
         "Position and context are entangled",
         "Whether position and context are entangled",
     )
-
-    def numbers(cosine: Estimate) -> str:
-        return f"root mean square cosine {seen_above(cosine.value, with_error(cosine.value, cosine.error))}"
-
-    return of_layers(run, ENTANGLEMENT, "incoherence_mean", claims, numbers)
+    return of_layers(run, "incoherence_mean", claims, "root mean square cosine {}")
 
 
-def _unknown_tokens(run: Run) -> CheckResult:
-    unknown, tokens = provenance(run, "counts", "unknown_tokens"), provenance(run, "counts", "tokens")
+def _unknown_tokens(run: Run) -> Judged:
+    counts = data.provenance(run, "counts") or {}
+    unknown, tokens = counts.get("unknown_tokens"), counts.get("tokens")
     if not tokens or not unknown or not UNKNOWN.met(unknown / tokens):
         return None
     reason = "the text may be in a language or script that the model does not know"
-    return f"{percent(unknown / tokens)} of the tokens are unknown to the tokenizer: {reason}.", True
+    return f"{percent(unknown / tokens)} of the tokens are unknown to the tokenizer: {reason}.", FAILS
 
 
-CHECKS: dict[str, tuple[str, Callable[[Run], CheckResult]]] = {
+CHECKS: dict[str, tuple[str, Callable[[Run], Judged]]] = {
     "rank collapse": ("pruning", _rank_collapse),
     "entropy collapse": ("heads", _entropy_collapse),
     "signal propagation": ("heads", _vanishing),
@@ -379,131 +311,118 @@ def _layers(run: Run) -> npt.NDArray[np.int_]:
     return run.layers["layer"].to_numpy(dtype=int)
 
 
-def _mean(mean_and_error: tuple[float, float]) -> str:
+def _mean(mean: float, error: float) -> str:
     """Word a mean in two digits, or with its standard error where it has one."""
-    mean, error = mean_and_error
     return with_error(mean, error) if error > 0 else number(mean, 2)
 
 
 def _position(run: Run) -> Iterator[str | Finding]:
     model = published.closest(run)
     reference = published.AVERAGES[model]
-    if (norm_mean := layer_mean(run, "relative_norm")) is not None:
-        norm, layers, hidden = value_of(run, "relative_norm"), _layers(run), at_floor(run, "relative_norm")
+    if (norm_mean := data.layer_mean(run, "relative_norm")) is not None:
+        norm, layers = data.value_of(run, "relative_norm"), _layers(run)
         most, least = int(np.nanargmax(norm)), int(np.nanargmin(norm))
         lowest = f"lowest in layer {layers[least]} ({percent(norm[least])})"
-        if hidden.any():
-            lowest = f"{AT_FLOOR} in {counted(int(hidden.sum()), 'layer')} ({spans(layers[hidden].tolist())})"
+        if hidden := layers[data.at_floor(run, "relative_norm")].tolist():
+            lowest = f"{data.AT_FLOOR} in {counted(len(hidden), 'layer')} ({spans(hidden)})"
         yield (
             f"The relative norm of the positional basis is {percent_with_error(*norm_mean)} on average over layers, "
             f"highest in layer {layers[most]} ({percent(norm[most])}) and {lowest}. "
             f"Published for {model}: {percent(reference.relative_norm[0])}."
         )
-    if (rank_mean := layer_mean(run, "rank")) is not None:
-        by_layer = _range(value_of(run, "rank"), number)
-        screenot = layer_mean(run, "rank_screenot")
-        as_published = f" {_mean(screenot)} here," if screenot else ""
+    if (rank_mean := data.layer_mean(run, "rank")) is not None:
+        by_layer = _range(data.value_of(run, "rank"), number)
+        screenot = data.layer_mean(run, "rank_screenot")
+        as_published = f" {_mean(*screenot)} here," if screenot else ""
         yield (
-            f"{_mean(rank_mean)} directions of the positional basis replicate in contexts left out, on average "
+            f"{_mean(*rank_mean)} directions of the positional basis replicate in contexts left out, on average "
             f"({by_layer} by layer). Its rank as published (ScreeNOT):{as_published} {reference.rank[0]:.1f} for "
             f"{model}."
         )
-    if (smooth := check(run, SMOOTHNESS)) is not None:
-        yield smooth
+    yield from _found(run, SMOOTHNESS)
 
 
 def _context(run: Run) -> Iterator[str | Finding]:
-    within, between = layer_mean(run, "similarity_within"), layer_mean(run, "similarity_between")
+    within, between = data.layer_mean(run, "similarity_within"), data.layer_mean(run, "similarity_between")
     claims = (
         "Contexts cluster clearly by label",
         "Contexts do not cluster clearly by label",
         "Whether contexts cluster clearly by label",
     )
-
-    def index(ari: Estimate) -> str:
-        shown = _mean((ari.value, ari.error))
-        return f"k-means finds the labels with an adjusted Rand index of {shown} (1: perfect, 0: chance)"
-
-    if clusters := of_layers(run, CLUSTERS, "cluster_ari", claims, index, CLUSTERED):
-        yield clusters
-    elif column(run.layers, "relative_norm") is not None and within is None:
+    index = "k-means finds the labels with an adjusted Rand index of {} (1: perfect, 0: chance)"
+    if clusters := of_layers(run, "cluster_ari", claims, index, _mean, CLUSTERED):
+        yield Finding(clusters[0], CLUSTERS, clusters[1])
+    elif data.column(run.layers, "relative_norm") is not None and within is None:
         yield "The text has no labels, or only one, so clustering by topic cannot be assessed."
     if within is not None and between is not None:
-        any_labels = layer_mean(run, "similarity_random")
+        any_labels = data.layer_mean(run, "similarity_random")
         yield (
-            f"The root mean square cosine of context vectors is {_mean(within)} within labels and {_mean(between)} "
-            f"between labels{f' ({_mean(any_labels)} whatever the labels)' if any_labels else ''}."
+            f"The root mean square cosine of context vectors is {_mean(*within)} within labels and {_mean(*between)} "
+            f"between labels{f' ({_mean(*any_labels)} whatever the labels)' if any_labels else ''}."
         )
-    if (entangled := check(run, ENTANGLEMENT)) is not None:
+    for entangled in _found(run, ENTANGLEMENT):
         yield entangled
-        if (random := layer_mean(run, "incoherence_random")) is not None:
+        if (random := data.layer_mean(run, "incoherence_random")) is not None:
             yield f"Random directions of the same covariance have {number(random[0], 2)}."
 
 
 def _localization(run: Run) -> Iterator[str | Finding]:
-    share, entropy = entropy_share(run), column(run.heads, "entropy")
+    share, entropy = data.entropy_share(run), data.column(run.heads, "entropy")
     if share is not None and entropy is not None:
-        names = head_labels(run)
+        names = data.head_labels(run)
         sharpest, widest = int(np.nanargmin(share)), int(np.nanargmax(share))
         yield (
             f"Mean attention entropy is {percent(float(np.nanmean(share)))} of its maximum; the sharpest head is "
             f"{names[sharpest]} ({number(entropy[sharpest], 2)} nats), the most uniform {names[widest]} "
             f"({number(entropy[widest], 2)} nats, {percent(float(share[widest]))})."
         )
-    if (propagation := column(run.heads, "propagation")) is None:
-        yield from _regimes(run)
+    if (propagation := data.column(run.heads, "propagation")) is not None:
+        mean = percent(float(np.nanmean(propagation)))
+        yield (
+            f"For the last query, {mean} of the keys receive gradient on average "
+            f"({_range(propagation, percent)} by head)."
+        )
         return
-    yield (
-        f"For the last query, {percent(float(np.nanmean(propagation)))} of the keys receive gradient on average "
-        f"({_range(propagation, percent)} by head)."
-    )
-
-
-def _regimes(run: Run) -> Iterator[str]:
-    """Say which regimes the weights predict; of a text, what it shows is measured instead."""
     kinds = run.heads.get("regime", pd.Series(dtype=object)).dropna().astype(str)
-    counts = kinds[~kinds.isin(["", UNDEFINED])].value_counts()
+    counts = _descending(kinds[~kinds.isin(["", UNDEFINED])].value_counts().sort_index())
     if len(counts):
-        ranked = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
-        regimes = listed([f"{amount} {kind}" for kind, amount in ranked], limit=6)
+        regimes = listed([f"{amount} {kind}" for kind, amount in counts.items()], limit=6)
         yield f"Regimes predicted from W_QK alone, of {counted(len(run.heads), 'head')}, not measured: {regimes}."
 
 
-def ranked_heads(run: Run, role: HeadRole) -> list[tuple[float, str]]:
-    """List every head's score in a role, strongest first, with its name: (0.45, "L3H0 (0.45)")."""
-    values = column(run.heads, role.column)
-    if values is None:
+def _descending(values: pd.Series) -> pd.Series:
+    return values.sort_values(ascending=False, kind="stable")
+
+
+def _heads_of(run: Run, role: head_roles.HeadRole, least: float | None = None) -> list[str]:
+    """Name the heads that have the role (or a score of `least`), strongest first, with their scores: `L3H0 (0.45)`."""
+    if (values := data.column(run.heads, role.column)) is None:
         return []
-    order, names = np.argsort(-np.nan_to_num(values, nan=-1.0), kind="stable"), head_labels(run)
-    return [(float(values[i]), f"{names[i]} ({number(values[i], 2)})") for i in order]
-
-
-def _heads_of(run: Run, role: HeadRole) -> list[str]:
-    """Name the heads that have the role, strongest first, each with its score."""
-    return [name for score, name in ranked_heads(run, role) if score >= role.threshold]
+    order, names = np.argsort(-np.nan_to_num(values, nan=-1.0), kind="stable"), data.head_labels(run)
+    has = values >= (role.threshold if least is None else least)
+    return [f"{names[i]} ({number(values[i], 2)})" for i in order if has[i]]
 
 
 def _sinks(run: Run) -> Iterator[str]:
-    total = counted(len(run.heads), "head")
     for role, sink in (
-        (FIRST_TOKEN_SINK, "a first-token sink"),
-        (LATER_SINK, "a later sink"),
-        (END_TOKEN_SINK, "a sink at the special token that ends every context"),
+        (head_roles.FIRST_TOKEN_SINK, "a first-token sink"),
+        (head_roles.LATER_SINK, "a later sink"),
+        (head_roles.END_TOKEN_SINK, "a sink at the special token that ends every context"),
     ):
         heads = _heads_of(run, role)
         where = f"{sink} in at least {percent(role.threshold)} of the contexts"
         if not heads:
-            if role is not END_TOKEN_SINK and column(run.heads, role.column) is not None:
+            if role is not head_roles.END_TOKEN_SINK and data.column(run.heads, role.column) is not None:
                 yield f"No head has {where}."
             continue
-        have = f"{counted(len(heads), 'head')} {'has' if len(heads) == 1 else 'have'}"
-        if role is FIRST_TOKEN_SINK:
-            have = f"{len(heads)} of {total} have"
-        tokens = _later_tokens(run) if role is LATER_SINK else []
+        have = _have(len(heads))
+        if role is head_roles.FIRST_TOKEN_SINK:
+            have = f"{len(heads)} of {counted(len(run.heads), 'head')} have"
+        tokens = _later_tokens(run) if role is head_roles.LATER_SINK else []
         often = f"; most often {listed(tokens, 3)}" if tokens else ""
         yield f"{have} {where}: {listed(heads)}{often}."
-    if learned := _heads_of(run, LEARNED_SINK):
-        least = number(LEARNED_SINK.threshold)
+    if learned := _heads_of(run, head_roles.LEARNED_SINK):
+        least = number(head_roles.LEARNED_SINK.threshold)
         yield f"A learned sink receives at least {least} of the attention of {listed(learned)}."
 
 
@@ -511,67 +430,60 @@ def _later_tokens(run: Run) -> list[str]:
     """List the three tokens past position 0 that were sinks most often, contexts summed over heads."""
     if run.sinks.empty:
         return []
-    grid = grid_of(run)
+    grid = data.grid_of(run)
     apart = grid.leading if grid else 0  # an image's tokens are their positions, its registers no patches
     later = run.sinks[~run.sinks["first"].astype(bool) & (run.sinks["token_id"] >= apart)]
-    counts = later.groupby("token", sort=True)["contexts"].sum()
-    ranked = sorted(counts.items(), key=lambda item: (-item[1], str(item[0])))
-    return [f"‘{shown_token(token)}’" for token, _ in ranked[:3]]
+    counts = later.groupby(later["token"].map(str), sort=True)["contexts"].sum()
+    return [f"‘{shown_token(token)}’" for token in _descending(counts)[:3].index]
 
 
 def _outliers(run: Run) -> Iterator[str | Finding]:
     if not len(run.layers):
         return
-    first = value_of(run, "massive_activations_first")
-    affected = _layers(run)[np.nan_to_num(first) > 0]
-    if len(affected):
+    first, layers = data.value_of(run, "massive_activations_first"), _layers(run)
+    if affected := layers[np.nan_to_num(first) > 0].tolist():
         most = int(np.nanargmax(first))
         yield (
-            f"The first token has massive activations in {counted(len(affected), 'layer')} "
-            f"({spans(affected.tolist())}), most in layer {_layers(run)[most]} ({number(first[most])})."
+            f"The first token has massive activations in {counted(len(affected), 'layer')} ({spans(affected)}), most "
+            f"in layer {layers[most]} ({number(first[most])})."
         )
-    if (later := check(run, MASSIVE)) is not None:
-        yield later
+    yield from _found(run, MASSIVE)
     if left_out := massive_line(run):
         yield left_out
-    dimensions = column(run.layers, "outlier_dimensions")
-    if dimensions is None:
+    if (dimensions := data.column(run.layers, "outlier_dimensions")) is None:
         return
-    everywhere = dimensions > (provenance(run, "model", "width") or math.inf) / 2
-    if everywhere.any():
+    everywhere = dimensions > (data.provenance(run, "model", "width") or math.inf) / 2
+    if most_of_all := layers[everywhere].tolist():
         yield (
-            f"In {counted(int(everywhere.sum()), 'layer')} ({spans(_layers(run)[everywhere].tolist())}) more than half "
-            "of all dimensions pass the published |x| ≥ 6: the whole stream is that large, and these are no outliers."
+            f"In {counted(len(most_of_all), 'layer')} ({spans(most_of_all)}) more than half of all dimensions pass the "
+            "published |x| ≥ 6: the whole stream is that large, and these are no outliers."
         )
-    among = np.where(everywhere, np.nan, dimensions)
-    if not np.nansum(among):
-        if not everywhere.any():
-            yield "There are no outlier dimensions."
-        return
-    most = int(np.nanargmax(among))
-    of_others = "Of the others, l" if everywhere.any() else "L"
-    yield f"{of_others}ayer {_layers(run)[most]} has the most outlier dimensions: {int(among[most])}."
+    among = np.where(everywhere, 0, np.nan_to_num(dimensions))
+    if among.any():
+        of_others, most = "Of the others, l" if most_of_all else "L", int(among.argmax())
+        yield f"{of_others}ayer {layers[most]} has the most outlier dimensions: {int(among[most])}."
+    elif not most_of_all:
+        yield "There are no outlier dimensions."
 
 
 def massive_line(run: Run) -> str:
     """Name the tokens after the first position that were left out for massive activations; empty where none was."""
-    tokens = massive_tokens(run)
-    if not len(tokens):
-        return ""
     names = []
-    for row in tokens.itertuples():
+    for row in data.massive_tokens(run).itertuples():
         layers = f"layer{'s' if len(row.layers) > 1 else ''} {spans(row.layers)}"
         names.append(f"‘{shown_token(row.token)}’ (context {row.context}, position {row.position}, {layers})")
-    most = counted(int(np.nan_to_num(value_of(run, "massive_tokens")).max()), "token")
+    if not names:
+        return ""
+    most = counted(int(np.nan_to_num(data.value_of(run, "massive_tokens")).max()), "token")
     return f"Left out of position and context for massive activations, at most {most} in a layer: {listed(names, 4)}."
 
 
 def _heads(run: Run) -> Iterator[str]:
-    for role in PATTERN_ROLES:
+    for role in head_roles.PATTERN_ROLES:
         if heads := _heads_of(run, role):
             yield f"{role.plural.capitalize()}: {listed(heads)}."
-        elif ranked := ranked_heads(run, role):
-            yield f"No {role.title} stands out; the strongest is {ranked[0][1]}."
+        elif ranked := _heads_of(run, role, -math.inf):
+            yield f"No {role.title} stands out; the strongest is {ranked[0]}."
 
 
 def _constituents(run: Run) -> Iterator[str]:
@@ -579,58 +491,47 @@ def _constituents(run: Run) -> Iterator[str]:
     known = [name for name in SHARES if name in run.heads and run.heads[name].fillna(0).any()]
     shares = run.heads[known].rename(columns=SHARES).dropna()
     if not shares.empty:
-        means = shares.mean().sort_values(ascending=False, kind="stable")
         leads = shares.idxmax(axis=1).value_counts(sort=False).reindex(shares.columns).dropna()
-        leads = leads.sort_values(ascending=False, kind="stable").astype(int)
-        parts = [f"{percent(mean)} {name}" for name, mean in means.items()]
+        leads = _descending(leads).astype(int)
+        parts = [f"{percent(mean)} {name}" for name, mean in _descending(shares.mean()).items()]
         leading = [f"{name} in {counted(count, 'head')}" for name, count in leads.items()]
         every = counted(len(shares), "head")
         yield (
             f"On average over {every}, the logits' variance is {listed(parts, len(parts))} (mean and bias count with "
             f"the constituent on the other side); the largest share is {listed(leading, len(leading))}."
         )
-    for name, pattern in ATTENTION_PATTERNS.items():
-        if not (heads := attributed(run, name)):
+    for name, pattern in head_roles.ATTENTION_PATTERNS.items():
+        if not (heads := data.attributed(run, name)):
             continue
         layer, head, score, uniform = heads[0].iloc[0][["layer", "head", "score", "uniform"]]
         label = head_name(int(layer), int(head))
         scores = f"{number(score, 2)}; uniform attention: {number(uniform, 2)}"
-        yield "On random tokens, " + (
-            f"no head attends strongly {pattern.target}; {label} has the highest score ({scores})."
-            if score < SLIGHT or score <= uniform
-            else f"{label} attends most {pattern.target} ({scores}): {_carried(heads[0], score, uniform)}."
-        )
-
-
-def _carried(rows: pd.DataFrame, score: float, uniform: float) -> str:
-    disjoint = rows[rows["group"].isin((*DISJOINT, ADDITIVE))]  # the others are parts of these
-    best = disjoint.sort_values("only", kind="stable").iloc[-1]
-    group, only, without = str(best["group"]), float(best["only"]), float(best["without"])
-    needed = RETAINED * (score - uniform)
-    ablated = f"ablating it leaves {number(without, 2)}"
-    if only - uniform < needed:
-        clause = f"{group} retains most ({number(only, 2)})"
-        return f"no group of constituents alone retains half of that; {clause}, and {ablated}"
-    if without - uniform < needed:
-        return f"{group} alone retains {number(only, 2)}; {ablated}"
-    return f"{group} alone retains {number(only, 2)}, but {ablated}, so other groups carry it too"
+        if score < head_roles.SLIGHT or score <= uniform:
+            none = f"no head attends strongly {pattern.target}"
+            yield f"On random tokens, {none}; {label} has the highest score ({scores})."
+            continue
+        disjoint = heads[0][heads[0]["group"].isin((*DISJOINT, ADDITIVE))]  # the others are parts of these
+        best = disjoint.sort_values("only", kind="stable").iloc[-1]
+        alone, without = number(best["only"], 2), number(best["without"], 2)
+        carried = f"{best['group']} alone retains {alone}; ablating it leaves {without}"
+        yield f"On random tokens, {label} attends most {pattern.target} ({scores}): {carried}."
 
 
 def _pruning(run: Run) -> Iterator[str]:
     """Say what of the model a pruned one would miss."""
     if not len(run.layers):
         return
-    first = np.nan_to_num(value_of(run, "massive_activations_first"))
+    first = np.nan_to_num(data.value_of(run, "massive_activations_first"))
     if (massive := _layers(run)[first > 0]).size and massive.min() > 0:
         begins, ends = int(massive.min()), int(massive.max())
-        gone = f" and are gone behind block {ends}" if ends < blocks(run) else ""
+        gone = f" and are gone behind block {ends}" if ends < data.blocks(run) else ""
         yield f"Massive activations of the first token appear behind block {begins - 1}, in layer {begins},{gone}."
-    if later := _heads_of(run, LATER_SINK):
-        have = f"{counted(len(later), 'head')} {'has' if len(later) == 1 else 'have'}"
+    if later := _heads_of(run, head_roles.LATER_SINK):
+        have = _have(len(later))
         yield f"{have} sinks at later tokens, which may tag what follows: {listed(later)}. A trace shows the tags."
-    if copying := _heads_of(run, INDUCTION):
+    if copying := _heads_of(run, head_roles.INDUCTION):
         yield f"Induction heads, which continue what stood in the text before: {listed(copying)}."
-    if (cosine := column(run.layers, "cosine_previous")) is not None:
+    if (cosine := data.column(run.layers, "cosine_previous")) is not None:
         most = int(np.nanargmax(cosine))
         layer = _layers(run)[most]
         yield (
@@ -650,3 +551,38 @@ TOPICS: dict[str, tuple[str, Callable[[Run], Iterator[str | Finding]]]] = {
     "Pruning": ("pruning", _pruning),
 }
 """Topics in reading order → the section of the page with their sentences, and what makes these."""
+
+
+def unusual(run: Run, checks: Sequence[Finding]) -> list[tuple[str, str]]:
+    """Choose the sentences that a reader should know first, each with its section of the page.
+
+    What a health check flags comes first; then numbers by how many times they differ from the published ones by more
+    than their error allows; then what every model has.
+    """
+    # A caller's own columns may be of layers or of heads.
+    section_of = {about: section for about, (section, _) in CHECKS.items()}
+    flagged = [(check.text, section_of.get(check.about, "")) for check in checks if check.answer == FAILS]
+    differing = [(text, "position") for _, text in sorted(_against_published(run), reverse=True)]
+    usual = (TOPICS[topic] for topic in USUAL)
+    firsts = [(str(first), section) for section, sentences in usual for first in islice(sentences(run), 1)]
+    return list(dict.fromkeys([*flagged, *differing, *firsts]))[:MOST]
+
+
+def _against_published(run: Run) -> Iterator[tuple[float, str]]:
+    """Compare mean numbers with the published ones of the closest model: how many times they differ, and a sentence."""
+    if data.grid_of(run):
+        return  # the published models read text
+    model = published.closest(run)
+    norm, rank = (getattr(published.AVERAGES[model], name)[0] for name in ("relative_norm", "rank"))
+    for name, title, expected, show in (
+        ("relative_norm", "The relative norm of the positional basis", norm, percent_with_error),
+        ("rank_screenot", "The positional rank, as published,", rank, with_error),
+    ):
+        value, error = data.layer_mean(run, name) or (0.0, 0.0)
+        if value <= 0:
+            continue
+        margin = 1.96 * max(error, 0.0)
+        times = max((value - margin) / expected, expected / (value + margin))
+        if times > 1:
+            ratio = f"{number(value / expected, 2)} times the {show(expected, 0.0)}"
+            yield times, f"{title} is {show(value, error)}, {ratio} published for {model}."

@@ -1,16 +1,11 @@
-"""Outcomes: numbers next to published ones, verdicts, tables and figures; their page, `result.json` and tables.
-
-A page opens from disk; an index lists all outcomes of a run.
-"""
+"""Outcomes: numbers next to published ones, verdicts, tables and figures; their page, `result.json`, tables, index."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +13,12 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from theodolite import judging
 from theodolite.estimates import Estimate, Estimates
-from theodolite.judging import (
-    FAILS,
-    HOLDS,
-    IN_PART,
-    UNDECIDED,
-    UNTESTABLE,
-    Criterion,
-    Verdict,
-    independent,
-    judge,
-    table,
-    untestable,
-)
+from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Criterion, Verdict
 from theodolite.measure.publications import BAO, SONG, TITLES, ZHANG
 from theodolite.report import content
-from theodolite.report.data import records
+from theodolite.report.data import packaged, records
 from theodolite.report.exhibit import Choice, Exhibit
 from theodolite.report.page import PLOTLY, block_of, rendered, write_page
 from theodolite.system.files import (
@@ -46,19 +30,14 @@ from theodolite.system.files import (
 from theodolite.system.wording import harmless, model_name, reading_order, visible
 
 RESULT = "result.json"
-SOURCES = {
-    group: f"{paper}: {TITLES[paper]}."
-    for group, paper in (("geometry", SONG), ("localization", BAO), ("sinks", ZHANG))
-}
-"""The paper of each group of experiments."""
+PAPERS = {"geometry": SONG, "localization": BAO, "sinks": ZHANG}  # of each group of experiments
+SOURCES = {group: f"{paper}: {TITLES[paper]}." for group, paper in PAPERS.items()}
 
 MARKS = {HOLDS: "✓", IN_PART: "◐", FAILS: "✗", UNDECIDED: "–", UNTESTABLE: "–"}
 KINDS = {HOLDS: "holds", IN_PART: "partly", FAILS: "fails", UNDECIDED: "open", UNTESTABLE: "open"}
 SCHEMA_VERSION = 2
-CAPTIONS: dict[str, dict[str, dict[str, Any]]] = tomllib.loads(
-    (resources.files("theodolite.report") / "figures.toml").read_text(encoding="utf-8")
-)
-"""Page → figure → title, shows, look_for, source, wide."""
+# Page → figure → title, shows, look_for, source, wide.
+CAPTIONS = packaged("figures.toml")
 
 JUDGED = "judged"  # the table with the numbers behind the verdicts
 
@@ -91,17 +70,8 @@ class Outcome:
     exhibits: list[Exhibit] = field(default_factory=list)
     runs: dict[str, dict[str, object]] = field(default_factory=dict)  # further ones: name → provenance
     lead: pd.DataFrame | None = None  # a table that the page begins with
-    collected: dict[str, Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # experiments whose verdicts these are: name → what was asked (`folder_of`)
-
-    def take(self, other: Outcome) -> None:
-        """Add all of another outcome."""
-        self.readings += other.readings
-        self.verdicts += other.verdicts
-        self.tables |= other.tables
-        self.exhibits += other.exhibits
-        self.runs |= other.runs
+    # Experiments whose verdicts these are: name → what was asked (`folder_of`).
+    collected: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def read(self, quantity: str, here: str, paper: str = "") -> None:
         """Show a quantity as measured here and as the paper prints it."""
@@ -111,28 +81,11 @@ class Outcome:
         self, claim: str, what: str, estimate: Estimate | Estimates | float, criterion: Criterion
     ) -> None:
         """Judge a claim, as `judge` does."""
-        self.verdicts.append(judge(claim, what, estimate, criterion))
+        self.verdicts.append(judging.judge(claim, what, estimate, criterion))
 
     def cannot_test(self, claim: str, why: str) -> None:
         """Say why a claim is not testable here."""
-        self.verdicts.append(untestable(claim, why))
-
-    def figure(
-        self,
-        key: str,
-        title: str,
-        figure: go.Figure | Choice,
-        shows: str,
-        look_for: str,
-        source: str,
-        *,
-        wide: bool = False,
-    ) -> None:
-        """Show a figure, or what its picker offers; caption: what is drawn, what to see, whose it is."""
-        choice = None
-        if isinstance(figure, Choice):
-            choice, figure = figure, figure.draw(figure.options[figure.start].key)
-        self.exhibits.append(Exhibit(key, title, figure, shows, look_for, source, "", choice, wide))
+        self.verdicts.append(judging.untestable(claim, why))
 
     def show(self, page: str, key: str, figure: go.Figure | Choice, **values: object) -> None:
         """Show a figure under its caption of `figures.toml`, which `values` fill."""
@@ -141,16 +94,15 @@ class Outcome:
     def captioned(
         self, key: str, figure: go.Figure | Choice, caption: Mapping[str, Any], values: Mapping[str, object]
     ) -> None:
-        """Show a figure under a caption, whose texts `values` fill."""
+        """Show a figure, or what its picker offers, under a caption, whose texts `values` fill."""
         texts = {name: text.format(**values) for name, text in caption.items() if values and name != "wide"}
-        self.figure(key, figure=figure, **{**caption, **texts})
+        choice = figure if isinstance(figure, Choice) else None
+        drawn = figure.first_shown() if isinstance(figure, Choice) else figure
+        self.exhibits.append(Exhibit(key, figure=drawn, choice=choice, **{**caption, **texts}))
 
 
 def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> Path:
-    """Return the folder of an experiment's outcome below `root`: one for each prompt, head or second text.
-
-    `asked`: what provenance has under this name: `prompt`, `layer`, `head`, `other`, as far as given.
-    """
+    """Return the folder of an outcome below `root`, one for each prompt, head or second text: `asked` in provenance."""
     parts = [name.replace("/", "-")]
     asked = asked or {}
     for text in (asked[key] for key in ("prompt", "other") if key in asked):
@@ -163,20 +115,15 @@ def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> 
 
 def _described(asked: Mapping[str, Any]) -> str:
     """Return what an index adds to a title: `“the prompt”, L1H2`."""
-    texts = [f"“{visible(str(asked[key]), 60)}”" for key in ("prompt", "other") if key in asked]
-    return ", ".join([*texts, *([f"L{asked['layer']}H{asked['head']}"] if "head" in asked else [])])
-
-
-def _heading(experiment: Heading) -> dict[str, str]:
-    """Return the heading of an experiment alone."""
-    return {"name": experiment.name, "title": experiment.title, "paper": experiment.paper}
+    parts = [f"“{visible(str(asked[key]), 60)}”" for key in ("prompt", "other") if key in asked]
+    return ", ".join([*parts, f"L{asked['layer']}H{asked['head']}"] if "head" in asked else parts)
 
 
 def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> dict[str, Any]:
     """Collect what `result.json` holds: verdicts, numbers, provenance; NaN as null."""
     return {
         "schema_version": SCHEMA_VERSION,
-        **_heading(experiment),
+        **{name: getattr(experiment, name) for name in Heading.__annotations__},
         "verdicts": [verdict.words for verdict in outcome.verdicts],
         "readings": [vars(reading) for reading in outcome.readings],
         "tables": {name: records(frame) for name, frame in _tables(outcome).items()},
@@ -187,7 +134,7 @@ def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) ->
 
 def _tables(outcome: Outcome) -> dict[str, pd.DataFrame]:
     """List the outcome's tables, first the one with the numbers behind the verdicts."""
-    return ({JUDGED: table(outcome.verdicts)} if outcome.verdicts else {}) | outcome.tables
+    return ({JUDGED: judging.table(outcome.verdicts)} if outcome.verdicts else {}) | outcome.tables
 
 
 def write_outcome(
@@ -195,10 +142,7 @@ def write_outcome(
 ) -> Path:
     """Write `root`/NAME/ (`folder_of`) with index.html, result.json and table-*.parquet, and return the page's path.
 
-    An existing folder is replaced atomically; Plotly's script lies in `root`, shared by all pages.
-
-    Raises:
-        WorkError: the folder cannot be written.
+    An existing folder is replaced atomically; Plotly's script lies in `root`. `WorkError`: it cannot be written.
     """
     root = Path(root)
     folder = folder_of(experiment.name, root, provenance.get("asked"))
@@ -220,10 +164,11 @@ def render(
 ) -> str:
     """Render the page of one outcome as one string of HTML; `links`: to the pages of experiments it collects."""
     tables = {name: content.frame_table(frame) for name, frame in _tables(outcome).items()}
+    others = {visible(name, 80): content.provenance_rows(other) for name, other in outcome.runs.items()}
     return rendered(
         "experiment.html.j2",
         {
-            **_heading(experiment),
+            **{name: getattr(experiment, name) for name in Heading.__annotations__},
             "model": visible(model_name(provenance["model"]["id"]), 80),
             # An experiment of a user's own has none.
             "source": SOURCES.get(experiment.name.partition("/")[0], ""),
@@ -238,9 +183,7 @@ def render(
             "blocks": [block_of(exhibit) for exhibit in outcome.exhibits],
             "tables": {name: shown for name, shown in tables.items() if shown is not None},
             "provenance": content.provenance_rows(provenance),
-            "others": [
-                (visible(name, 80), content.provenance_rows(other)) for name, other in outcome.runs.items()
-            ],
+            "others": list(others.items()),
             "cards": "{}",
             "plotly": f"../{PLOTLY}",
         },
@@ -250,21 +193,16 @@ def render(
 def write_index(
     root: str | Path, kicker: str = "Published tables and figures, reproduced for"
 ) -> Path | None:
-    """Write `root`/index.html, which links every outcome below it with its verdicts; None where there is none.
+    """Write `root`/index.html, which links every outcome below it, with `kicker` before the model; None where none is.
 
-    One whose file is damaged is named instead. `kicker`: what the page has of the model in its heading.
-
-    Raises:
-        WorkError: it cannot be written.
+    One whose file is damaged is named instead. `WorkError`: it cannot be written.
     """
-    root = Path(root)
-    paths = sorted(root.glob(f"*/{RESULT}"))
-    read = {path.parent.name: _entry(path) for path in paths}
+    root, report = Path(root), "../report/index.html"
+    read = {path.parent.name: _entry(path) for path in sorted(root.glob(f"*/{RESULT}"))}
     entries = [entry for entry in read.values() if entry is not None]
     if not entries:
         return None
     entries.sort(key=lambda entry: reading_order(entry["name"]))
-    report = "../report/index.html"
     values = {
         "kicker": kicker,
         "entries": entries,
@@ -295,13 +233,12 @@ def _entry(path: Path) -> dict[str, Any] | None:
 
 def tally(verdicts: list[Verdict]) -> str:
     """Word the count of claims: `3 claims: 2 hold, 1 in part`; empty where there is one or none."""
-    counted = independent(verdicts)
+    counted = judging.independent(verdicts)
     counts = {answer: sum(verdict.answer == answer for verdict in counted) for answer in MARKS}
     many = {HOLDS: "hold", FAILS: "fail"}
-    words = {answer: many.get(answer, answer) if count > 1 else answer for answer, count in counts.items()}
-    listed = ", ".join(f"{count} {words[answer]}" for answer, count in counts.items() if count)
+    words = [f"{n} {many.get(answer, answer) if n > 1 else answer}" for answer, n in counts.items() if n]
     repeated = "; claims judged by the same number count once" if len(counted) < len(verdicts) else ""
-    return f"{len(counted)} claims: {listed}{repeated}" if len(verdicts) > 1 else ""
+    return f"{len(counted)} claims: {', '.join(words)}{repeated}" if len(verdicts) > 1 else ""
 
 
 def _shown(verdict: Verdict, links: Mapping[str, str] | None = None) -> dict[str, str]:

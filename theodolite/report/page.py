@@ -1,10 +1,7 @@
 """Pages that open from disk with no network: what all of them share, and the report of a run.
 
 The strings of a page come from untrusted files: the template escapes all of them, data blocks are made safe by
-`script_json`, and a content security policy lets only our two scripts run. The same run gives the same bytes. A
-notebook gets a summary without scripts.
-
-Numbers of figures travel as base64 typed arrays, which Plotly reads (float32: about 7 digits in 5.3 bytes each).
+`script_json`, and a content security policy lets only our two scripts run. The same run gives the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from theodolite.report.drawing.heads import head_measures
 from theodolite.report.exhibit import SECTIONS, Exhibit, Option
 from theodolite.report.figures import EXHIBITS
 from theodolite.report.style import Patch
-from theodolite.report.unusual import linked, unusual
 from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import model_name, visible
 
@@ -76,35 +72,36 @@ def render(run: Run) -> str:
     for each in EXHIBITS:
         if drawn := each.of(run):
             blocks[each.caption["section"]].append(block_of(drawn))
-    checks, summary = findings.checks(run), findings.summarise(run)
-    sinks = content.sink_texts(run), content.sink_tokens(run)
+    checks, sink_tokens = findings.checks(run), content.sink_tokens(run)
     topics: dict[str, list[tuple[str, list[str]]]] = {section: [] for section in SECTIONS}
-    for topic, sentences in summary.items():
+    for topic, sentences in findings.summarise(run).items():
         topics[findings.TOPICS[topic][0]].append((topic, [finding.text for finding in sentences]))
-    shown = {section for section in SECTIONS if blocks[section] or topics[section]} - {"summary"}
+    sections = {
+        section: words
+        for section, words in SECTIONS.items()
+        if section != "summary" and (blocks[section] or topics[section])
+    }
     return rendered(
         "page.html.j2",
         {
             **_named(run),
             "links": [
                 ("#summary", "At a glance"),
-                *((f"#{section}", name) for section, (name, _) in SECTIONS.items() if section in shown),
+                *((f"#{section}", name) for section, (name, _) in sections.items()),
                 ("#provenance", "Provenance"),
             ],
             "health": findings.in_a_line(checks),
             "flagged": [check for check in checks if check.answer == FAILS],
             "undecided": [check for check in checks if check.answer == UNDECIDED],
             "passed": [check for check in checks if check.answer == HOLDS],
-            "unusual": [
-                (text, section if section in shown else "") for text, section in unusual(run, checks)
-            ],
+            "unusual": findings.unusual(run, checks),
             "topics": topics,
-            "linked": linked(run, sinks[1]),
-            "sections": {section: SECTIONS[section] for section in SECTIONS if section in shown},
+            "linked": content.linked(run, sink_tokens),
+            "sections": sections,
             "blocks": blocks,
-            "glossary": [(m.title, m.meaning, m.source) for m in head_measures(run)],
-            "sink_texts": sinks[0],
-            "sink_tokens": sinks[1],
+            "glossary": head_measures(run),
+            "sink_texts": content.sink_texts(run),
+            "sink_tokens": sink_tokens,
             "massive": content.massive_table(run),
             "sinks_source": f"{XIAO}; {ZHANG}, Fig. 2",
             "publications": TITLES,
@@ -128,10 +125,8 @@ def _named(run: Run) -> dict[str, Any]:
 
 def as_html(run: Run) -> str:
     """Summarise a run for a notebook, without scripts: model, text, and what is unusual."""
-    values = _named(run) | {"unusual": [text for text, _ in unusual(run, findings.checks(run))]}
-    template = environment().get_template("notebook.html.j2")
-    digest = hashlib.sha256(template.render(values, box="").encode("utf-8", "surrogatepass")).hexdigest()
-    return template.render(values, box=f"theodolite-{digest[:8]}")
+    values = _named(run) | {"unusual": [text for text, _ in findings.unusual(run, findings.checks(run))]}
+    return environment().get_template("notebook.html.j2").render(values)
 
 
 def rendered(template: str, values: dict[str, Any]) -> str:
@@ -141,16 +136,13 @@ def rendered(template: str, values: dict[str, Any]) -> str:
     """
     folder = resources.files("theodolite.report") / "templates"
     css, js = ((folder / name).read_text(encoding="utf-8") for name in STATIC)
-    templates = {name: style.template(dark=name == "dark").to_plotly_json() for name in ("light", "dark")}
-    themes = script_json(templates | {"swaps": style.dark_swaps()})
-    shared = {"css": style.css() + css, "js": js, "themes": themes, "plotly": ""}
-    jinja_template = environment().get_template(template)
-    context = shared | values
-    page = jinja_template.render(context, nonce="")
-    if not context["plotly"]:
-        return page
+    themes = {name: style.template(dark=name == "dark").to_plotly_json() for name in ("light", "dark")}
+    shared = {"css": style.css() + css, "js": js, "plotly": ""}
+    context = shared | {"themes": script_json(themes | {"swaps": style.dark_swaps()})} | values
+    filled = environment().get_template(template)
+    page = filled.render(context, nonce="")
     digest = hashlib.sha256(page.encode("utf-8", "surrogatepass")).hexdigest()
-    return jinja_template.render(context, nonce=digest[:32])
+    return filled.render(context, nonce=digest[:32]) if context["plotly"] else page
 
 
 @functools.cache
@@ -170,9 +162,9 @@ def block_of(exhibit: Exhibit) -> dict[str, Any]:
     figure, choice = exhibit.figure, exhibit.choice
     x_axes = (axis.domain[0] for axis in figure.select_xaxes() if axis.domain is not None)
     groups: dict[str, list[Option]] = {}
-    for option in choice.options if choice else ():
+    by_key = {option.key: option for option in choice.options} if choice else {}
+    for option in by_key.values():
         groups.setdefault(option.group, []).append(option)
-    by_key = {option.key: option for options in groups.values() for option in options}
     return {
         "exhibit": exhibit,
         "json": figure_json(figure, choice.variants() if choice else {}),
@@ -191,10 +183,7 @@ def script_json(value: Any) -> str:
 
 
 def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:
-    """Encode a figure without its template, and the data that each of its variants puts in place.
-
-    `variants`: key → one patch a trace, laid over the trace's own entries.
-    """
+    """Encode a figure without its template, and what each variant lays over each trace's own entries."""
     content = figure.to_plotly_json()
     content["layout"].pop("template", None)
     return script_json(content | {"variants": variants})

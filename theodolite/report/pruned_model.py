@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -30,9 +29,9 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     entries = table["outputs"] * table["inputs"]
     read_text = bool(table["tokens"].any())  # else `error_scaled` counts all inputs alike
     has_errors = bool(table["error"].notna().any())
-    pattern = [f"pattern {pruning['pattern']}"] if pruning["pattern"] else []
-    exact = ["exact"] if pruning.get("exact") else []
-    outcome.read("method", ", ".join([pruning["method"], *pattern, *exact]))
+    pattern = pruning["pattern"] and f"pattern {pruning['pattern']}"
+    parts = (pruning["method"], pattern, pruning.get("exact") and "exact")
+    outcome.read("method", ", ".join(filter(None, parts)))
     outcome.read("matrices", f"{len(table)} in {counted(table['layer'].nunique(), 'block')}")
     removed = float((table["sparsity"] * entries).sum() / entries.sum())
     outcome.read("share of entries removed, of pruned matrices", percent(removed))
@@ -49,13 +48,12 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     if left := pruning["left_dense"]:
         share = sum(left.values()) / (sum(left.values()) + int(entries.sum()))
         outcome.read("left dense", f"{percent(share)} of the blocks' weights: {listed(list(left), 3)}")
-    fallbacks = list(table.loc[table["fallback"] != "", "fallback"].unique())
-    if fallbacks:
+    if fallbacks := list(filter(None, table["fallback"].unique())):
         outcome.read("fallbacks", listed(fallbacks))
     if has_errors:
         outcome.show("prune", "error", error_map(table, "error"))
-    scaled = error_map(table, "error_scaled")
-    outcome.show("prune", "error-scaled" if read_text else "error-weights", scaled)
+    caption = "error-scaled" if read_text else "error-weights"
+    outcome.show("prune", caption, error_map(table, "error_scaled"))
     return outcome
 
 
@@ -71,11 +69,7 @@ def _short_of_tokens(pruned: Pruned) -> list[str]:
 
 
 def write_page(pruned: Pruned, folder: Path) -> Path:
-    """Write the page below `folder`, and return its path.
-
-    Raises:
-        WorkError: the folder cannot be written.
-    """
+    """Write the page below `folder`, and return its path; `WorkError` where it cannot be written."""
     page = write_outcome(PRUNING, pruned_outcome(pruned), pruned.provenance, folder)
     write_index(folder, "Pruning of")
     return page
@@ -87,20 +81,12 @@ def page_at(folder: Path) -> Path:
 
 
 def error_map(table: pd.DataFrame, column: str) -> go.Figure:
-    """Draw a relative error of every matrix: blocks down, names across; the experts of a block as their mean.
-
-    Args:
-        table: one row per matrix. column: `error` or `error_scaled`.
-    """
+    """Draw a relative error of every matrix: blocks down, names across; the experts of a block as their mean."""
     names = list(dict.fromkeys(table["matrix"]))
     values = table.pivot_table(column, "layer", "matrix", aggfunc="mean", dropna=False, sort=False)[names]
-    highest = float(np.nanmax([*table[column], 1e-3]))
-    named: dict[str, Any] = {
-        "x": [for_plotly(name) for name in names],
-        "y": [str(layer) for layer in values.index],
-    }
-    hover = "block %{y}, %{x}: %{z:.3f}<extra></extra>"
-    trace = heat(values.to_numpy(), 0, highest, hover, bar="relative error", **named)
+    highest, hover = float(np.nanmax([*table[column], 1e-3])), "block %{y}, %{x}: %{z:.3f}<extra></extra>"
+    x, y = list(map(for_plotly, names)), list(map(str, values.index))
+    trace = heat(values.to_numpy(), 0, highest, hover, bar="relative error", x=x, y=y)
     layout = {"yaxis": {"type": "category", "autorange": "reversed"}, "xaxis": {"type": "category"}}
     return style.figure([trace], "", "block", height=map_height(len(values)), layout=layout)
 

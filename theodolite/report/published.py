@@ -1,37 +1,16 @@
-"""The published averages that a run is compared with: Table 1 of Song & Zhong 2024, as `published.toml` has it.
-
-Of a run only its model's family and positions are read.
-"""
+"""The published averages that a run is compared with: Table 1 of Song & Zhong 2024, as `published.toml` has it."""
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import dataclass
-from importlib import resources
+from types import SimpleNamespace
 
 from theodolite.passes.run import Run
-from theodolite.report.data import provenance
+from theodolite.report.data import packaged, provenance
 
-
-@dataclass(frozen=True)
-class Average:
-    """A row of Table 1: mean over layers and, in brackets there, standard deviation; NaN where it prints a dash."""
-
-    model: str
-    text: str
-    rank: list[float]
-    relative_norm: list[float]
-    between: list[float]
-    within: list[float]
-    incoherence: list[float]
-
-
-_PRINTED = tomllib.loads(
-    (resources.files("theodolite.report") / "published.toml").read_text(encoding="utf-8")
-)
-TABLE_1 = tuple(Average(**row) for row in _PRINTED["average"])
+# Rows of Table 1, whose fields `published.toml` says.
+TABLE_1 = tuple(SimpleNamespace(**row) for row in packaged("published.toml")["average"])
 # The same on OpenWebText, the one text that all four models were measured on.
-AVERAGES: dict[str, Average] = {row.model: row for row in TABLE_1 if row.text == "OpenWebText"}
+AVERAGES: dict[str, SimpleNamespace] = {row.model: row for row in TABLE_1 if row.text == "OpenWebText"}
 _FAMILIES = {
     "BERT": ("bert", "electra"),
     "BLOOM": ("bloom", "falcon", "mpt"),

@@ -11,13 +11,12 @@ import plotly.graph_objects as go
 from theodolite.estimates import Floats
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.drawing.grammar import dots, heat, map_height, reference
+from theodolite.report.drawing.grammar import heat, map_height
 from theodolite.report.drawing.heads import KIND_NAMES, sink_name
 from theodolite.report.outcome import Heading, Outcome
 from theodolite.system.wording import counted, for_plotly, number, percent, with_error
 
 SHOWN_SINKS = 40  # rows of a map
-KIND_COLOURS = dict(zip(KIND_NAMES, (style.BLUE, style.VERMILLION, style.GREEN, style.ORANGE), strict=True))
 
 TRACE = Heading(
     "sinks/trace",
@@ -38,21 +37,15 @@ def show_trace(outcome: Outcome, run: Run) -> None:
     if not len(traces):
         return
     for kind, name in KIND_NAMES.items():
-        outcome.read(f"sinks: {name}", _kind_summary(traces[traces["kind"] == kind]))
+        rows, summary = traces[traces["kind"] == kind], "none"
+        if count := rows.groupby(["layer", "head"]).ngroups:
+            caught = percent(float(rows["caught"].sum()) / count)
+            of_heads = f"{counted(len(rows), 'sink')} of {counted(count, 'head')}"
+            summary = f"{of_heads}, which catch {caught} of a head's queries"
+        outcome.read(f"sinks: {name}", summary)
     for _, row in traces.head(3).iterrows():
         outcome.read(sink_name(row), _sink_summary(row))
     outcome.show("trace", "release", release_map(traces, run.arrays["release"].numpy()))
-    outcome.show("trace", "strength", strength(traces))
-
-
-def _kind_summary(rows: pd.DataFrame) -> str:
-    if not len(rows):
-        return "none"
-    heads = rows.groupby(["layer", "head"]).ngroups
-    caught = percent(float(rows["caught"].sum()) / heads)
-    return (
-        f"{counted(len(rows), 'sink')} of {counted(heads, 'head')}, which catch {caught} of a head's queries"
-    )
 
 
 def _sink_summary(row: pd.Series) -> str:
@@ -71,42 +64,19 @@ def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:
     named = (sink_name(row) for _, row in strongest.iterrows())
     names = [for_plotly(f"{place}. {name}") for place, name in enumerate(named, 1)]
 
-    def cells(values: Floats, columns: list[str], quantity: str, **look: Any) -> dict[str, Any]:
+    def cells(values: Floats, columns: list[str], quantity: str, place: float, **look: Any) -> dict[str, Any]:
         highest = float(np.nanmax(values)) if np.isfinite(values).any() else 1.0
         hover = f"%{{y}}<br>{quantity}, %{{x}}: η² %{{z:.3f}}<extra></extra>"
-        bar = style.colour_bar(f"η² {quantity}", x=look.pop("bar_x"))
+        bar = style.colour_bar(f"η² {quantity}", x=place)
         return heat(values, 0, highest, hover, bar=bar, x=columns, y=names, **look)
 
     # η² in the head's output is ten times that in the stream: on one colour scale the latter would vanish.
     tags = strongest["tag"].to_numpy(float)[:, None]
     layers = [str(layer) for layer in range(release.shape[1])]
     heats = [
-        cells(tags, ["head"], "in the head's output", bar_x=1.0, xgap=4),
-        cells(release[: len(strongest)], layers, "in the residual stream", bar_x=1.1),
+        cells(tags, ["head"], "in the head's output", 1.0, xgap=4),
+        cells(release[: len(strongest)], layers, "in the residual stream", 1.1),
     ]
-    layout = {
-        "yaxis": {"autorange": "reversed"},
-        "xaxis": {"type": "category"},
-        "margin": {"l": 150},
-    }
+    layout = {"yaxis": {"autorange": "reversed"}, "xaxis": {"type": "category"}, "margin": {"l": 150}}
     height = map_height(len(names), most=None)
     return style.figure(heats, "head output, then residual layers", height=height, layout=layout)
-
-
-def strength(traces: pd.DataFrame) -> go.Figure:
-    """Draw one dot per sink: the share of all queries that it catches, and η² of the head's output."""
-    widest, chance = float(traces["caught"].max()), float(traces["tag_chance"].max())
-    drawn = reference([0, widest], chance, "noise floor", dash="dash")
-    by_kind = traces.groupby(pd.Categorical(traces["kind"], list(KIND_NAMES)), observed=True)
-    for kind, rows in by_kind:
-        texts = [
-            f"{for_plotly(sink_name(row))}<br>a sink in {percent(row['share'])} of contexts, value vector aligned "
-            f"with the tag at {number(row['alignment'])}"
-            for _, row in rows.iterrows()
-        ]
-        hover = "%{text}<br>catches %{x:.1%} of all queries, η² %{y:.3f}<extra></extra>"
-        look = (texts, KIND_NAMES[kind], KIND_COLOURS[kind], hover)
-        drawn.append(dots(rows["caught"], rows["tag"], *look, marker={"opacity": 0.8}))
-    layout = {"xaxis": {"tickformat": "~%", "rangemode": "tozero"}, "yaxis": {"range": [-0.02, 1.02]}}
-    titles = ("share of all queries caught", "η² of the head's output")
-    return style.figure(drawn, *titles, height=360, layout=layout)

@@ -4,11 +4,8 @@
 - SIGNED (blue – paper – vermillion): sign and amount; zero is the page's own background too.
 - ORDER (violet to green): positions, layers or components in order; never an amount.
 - Roles: a colour that stands for one thing in every figure of a survey's report (MEASURED, POSITION, …).
-- OVERLAY (clear to magenta, which photographs seldom have): amounts on a picture.
-- CATEGORIES: categories of a single figure.
 Colour-blind readers tell them apart (`tests/report/test_style.py` has the distances). Figures name no text or grid
 colour of their own: those come from the template, which the page swaps with the reader's light or dark setting.
-This module must not read a run.
 """
 
 from __future__ import annotations
@@ -54,7 +51,6 @@ HEIGHT = 300
 NOTE_WIDTH = 104  # letters in a line of the note under a title
 MOST_TICKS = 16  # whole numbers at an axis that are all written
 
-
 MAGNITUDE: Scale = colors.make_colorscale(_PLUM)
 SIGNED: Scale = colors.make_colorscale(_SIGNED)
 ORDER: Scale = colors.make_colorscale(_DEPTH)
@@ -70,25 +66,14 @@ OVERLAY: Scale = [[0.0, translucent("#ff1493", 0)], [1.0, translucent("#ff1493",
 """Amounts on a picture, which shows through where there is none; the same on a dark page."""
 
 BAND, BAND_EDGE, DARK_BAND, DARK_BAND_EDGE = 0.16, 0.5, 0.26, 0.7  # opacities of published ranges
-_BRIGHTER = {
-    INK: "#eef0f4",
-    BLUE: "#2e73ed",
-    VERMILLION: "#df7331",
-    GREEN: "#26c191",
-    PURPLE: "#bd5abd",
-    ORANGE: "#f1d055",
-    SKY: "#a9cbff",
-    GREY: "#7d7680",
-}
+_BRIGHT = ["#2e73ed", "#df7331", "#26c191", "#bd5abd", "#f1d055", "#a9cbff", "#7d7680", "#eef0f4"]
+_BRIGHTER = dict(zip([*CATEGORIES, INK], _BRIGHT, strict=True))
 
 
 def dark_swaps() -> dict[str, str]:
     """Return for each colour of a figure the one that takes its place on a dark page."""
-    swaps = {
-        HAIRLINE: DARK_HAIRLINE,
-        **_BRIGHTER,
-        **dict(zip(_PLUM + _SIGNED, _DARK_PLUM + _DARK_SIGNED, strict=True)),
-    }
+    swaps = {HAIRLINE: DARK_HAIRLINE} | _BRIGHTER
+    swaps |= dict(zip(_PLUM + _SIGNED, _DARK_PLUM + _DARK_SIGNED, strict=True))
     for colour, brighter in _BRIGHTER.items():
         swaps[translucent(colour, BAND)] = translucent(brighter, DARK_BAND)
         swaps[translucent(colour, BAND_EDGE)] = translucent(brighter, DARK_BAND_EDGE)
@@ -99,9 +84,8 @@ def css() -> str:
     """Return the colours that pages share with their figures, as CSS variables, light and dark."""
 
     def variables(page: str, ink: str, plum: list[str]) -> str:
-        return (
-            f":root {{ --paper: {page}; --ink: {ink}; --ramp: linear-gradient(90deg, {', '.join(plum)}); }}"
-        )
+        ramp = f"linear-gradient(90deg, {', '.join(plum)})"
+        return f":root {{ --paper: {page}; --ink: {ink}; --ramp: {ramp}; }}"
 
     light, dark = variables(NEUTRAL, INK, _PLUM), variables(DARK_NEUTRAL, DARK_INK, _DARK_PLUM)
     return f"{light}\n@media screen and (prefers-color-scheme: dark) {{ {dark} }}\n"
@@ -118,41 +102,23 @@ def template(dark: bool = False) -> go.layout.Template:
     """Make the Plotly template of the light or the dark page: colours of text, lines and the automatic scales."""
     ink, grid, line = ("#d9dce1", DARK_HAIRLINE, "#59616d") if dark else ("#2a2f36", HAIRLINE, "#a9a79f")
     panel = "#242a33" if dark else "#ffffff"
-    axis = {
-        "gridcolor": grid,
-        "linecolor": line,
-        "zerolinecolor": line,
-        "zerolinewidth": 1,
-        "ticks": "outside",
-        "tickcolor": line,
-        "ticklen": 4,
-        "automargin": True,
-        "title": {"standoff": 8, "font": {"size": 12}},
-    }
+    font, clear = {"family": FONT, "size": 12, "color": ink}, "rgba(0,0,0,0)"
+    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}, "bgcolor": clear}
+    axis: dict[str, Any] = dict.fromkeys(("linecolor", "zerolinecolor", "tickcolor"), line)
+    axis |= {"gridcolor": grid, "zerolinewidth": 1, "ticks": "outside", "ticklen": 4, "automargin": True}
+    axis |= {"title": {"standoff": 8, "font": {"size": 12}}}
     return go.layout.Template(
         layout={
-            "font": {"family": FONT, "size": 12, "color": ink},
-            "paper_bgcolor": "rgba(0,0,0,0)",
-            "plot_bgcolor": "rgba(0,0,0,0)",
+            "font": font,
+            "paper_bgcolor": clear,
+            "plot_bgcolor": clear,
             "colorway": CATEGORIES,
             "colorscale": {"sequential": MAGNITUDE, "sequentialminus": MAGNITUDE[::-1], "diverging": SIGNED},
-            "hoverlabel": {
-                "bgcolor": panel,
-                "bordercolor": line,
-                "font": {"family": FONT, "size": 12, "color": ink},
-                "align": "left",
-            },
+            "hoverlabel": {"bgcolor": panel, "bordercolor": line, "font": font, "align": "left"},
             "hovermode": "closest",
             "margin": {"l": 52, "r": 16, "t": 30, "b": 44},
-            "legend": {
-                "orientation": "h",
-                "x": 0,
-                "y": 1.02,
-                "yanchor": "bottom",
-                "font": {"size": 11},
-                "bgcolor": "rgba(0,0,0,0)",
-            },
-            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": line, "activecolor": ink},
+            "legend": legend,
+            "modebar": {"bgcolor": clear, "color": line, "activecolor": ink},
             "xaxis": axis,
             "yaxis": axis,
         }
@@ -167,10 +133,7 @@ def figure(
     height: int = HEIGHT,
     layout: dict[str, Any] | None = None,
 ) -> go.Figure:
-    """Make a figure in the report's style: axis titles `x` and `y`, `height` in pixels, as wide as its place.
-
-    Plotly does not check its entries, which takes 10 ms and more: a page has figures of all heads.
-    """
+    """Make a figure in the report's style: axis titles `x` and `y`, `height` in pixels, as wide as its place."""
     layout = {"template": template(), "height": height} | (layout or {})
     frame = frame_of(traces)
     for axis, title in (("xaxis", x), ("yaxis", y)):
@@ -191,26 +154,16 @@ def standalone(shown: go.Figure, title: str, note: str) -> go.Figure:
     """Complete a figure that stands by itself, in a notebook or a file: a title, a note, and light paper."""
     lines = textwrap.wrap(note, NOTE_WIDTH)
     header = 46 + 17 * len(lines)  # a legend stands right below
-    top = (
-        shown.layout.margin.t if shown.layout.margin.t is not None else shown.layout.template.layout.margin.t
-    )
+    margin = shown.layout.margin.t
+    top = shown.layout.template.layout.margin.t if margin is None else margin
     subtitle = {"text": "<br>".join(map(for_plotly, lines)), "font": {"size": 12}}
-    shown.update_layout(
-        title={
-            "text": for_plotly(title),
-            "subtitle": subtitle,
-            "font": {"size": 16},
-            "x": 0,
-            "pad": {"l": 12, "t": 12},
-            "y": 1,
-            "yref": "container",
-            "yanchor": "top",
-        },
+    place = {"x": 0, "pad": {"l": 12, "t": 12}, "y": 1, "yref": "container", "yanchor": "top"}
+    return shown.update_layout(
+        title={"text": for_plotly(title), "subtitle": subtitle, "font": {"size": 16}} | place,
         margin_t=top + header,
         height=(shown.layout.height or HEIGHT) + header,
         paper_bgcolor=NEUTRAL,
     )
-    return shown
 
 
 def error_bars(errors: Any, *, width: int = 3, thickness: float = 1.2) -> dict[str, Any] | None:

@@ -18,9 +18,8 @@ from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import TABLES, Run
 from theodolite.report.data import AT_FLOOR, at_floor, evenly, records
-from theodolite.report.findings import checks, massive_line
+from theodolite.report.findings import checks, massive_line, unusual
 from theodolite.report.outcome import MARKS, Heading, Outcome
-from theodolite.report.unusual import unusual
 from theodolite.system.wording import harmless, number, rounded_with_error
 
 STRONGEST, MOST_LAYERS = 3, 13
@@ -47,13 +46,12 @@ def show_outcome(
     console.print(f"\n[bold]{escape(heading.name)}[/bold]  {escape(heading.title)}", highlight=False)
     if outcome.readings:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        parts = {"": "quantity", "paper": "paper", "here": "here"}
-        if not any(row.paper for row in outcome.readings):
-            del parts["paper"]
+        printed = any(row.paper for row in outcome.readings)
+        parts = ("quantity", "paper", "here") if printed else ("quantity", "here")
         for part in parts:
-            table.add_column(part, overflow="fold")
+            table.add_column("" if part == "quantity" else part, overflow="fold")
         for row in outcome.readings:
-            table.add_row(*(escape(harmless(getattr(row, part))) for part in parts.values()))
+            table.add_row(*(escape(harmless(getattr(row, part))) for part in parts))
         console.print(table)
     for verdict in outcome.verdicts:
         if verdict in shown_verdicts:
@@ -83,26 +81,20 @@ def _layers(run: Run) -> Table:
     chosen = evenly(len(run.layers), MOST_LAYERS)
     layers = run.layers.iloc[chosen]
     headings, caption = _short(declared("layers", run.provenance), layers)
-    known = any(f"{name}_se" in layers.columns and layers[f"{name}_se"].notna().any() for name in headings)
-    hidden = pd.DataFrame({name: at_floor(run, name)[chosen] for name in headings}, index=layers.index)
+    known = layers.filter([f"{name}_se" for name in headings]).notna().to_numpy().any()
+    hidden = {name: at_floor(run, name)[chosen] for name in headings}
     caption += "; ± one standard error over contexts (coarse for ranks and counts)" if known else ""
-    caption += f"; noise: {AT_FLOOR}" if hidden.to_numpy().any() else ""
+    caption += f"; noise: {AT_FLOOR}" if any(noise.any() for noise in hidden.values()) else ""
     caption += f"; {len(layers)} of {len(run.layers)} layers" if len(layers) < len(run.layers) else ""
-    table = Table(
-        title="Residual stream, by layer",
-        caption=caption,
-        box=box.SIMPLE_HEAD,
-        padding=0 if known else (0, 1, 0, 0),
-    )
-    for heading in headings.values():
+    padding = 0 if known else (0, 1, 0, 0)
+    table = Table(title="Residual stream, by layer", caption=caption, box=box.SIMPLE_HEAD, padding=padding)
+    unknown, columns = [math.nan] * len(layers), []
+    for name, heading in headings.items():
         table.add_column(heading, justify="right")
-    for row, noise in zip(layers.to_dict(orient="records"), hidden.to_dict(orient="records"), strict=True):
-        table.add_row(
-            *(
-                "noise" if noise[name] else _with_error(row[name], row.get(f"{name}_se", math.nan))
-                for name in headings
-            )
-        )
+        numbers = zip(layers[name], layers.get(f"{name}_se", unknown), hidden[name], strict=True)
+        columns.append(["noise" if noise else _with_error(*pair) for *pair, noise in numbers])
+    for cells in zip(*columns, strict=True):
+        table.add_row(*cells)
     return table
 
 

@@ -1,12 +1,9 @@
-"""Figures of two models compared, of one head of several models on one prompt, and of measures over training.
-
-They take plain tables.
-"""
+"""Figures of two models compared, of one head of several models on one prompt, and of measures over training."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +12,15 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from theodolite.report import style
-from theodolite.report.drawing.grammar import HEADROOM, Panel, dots, heat, line, map_height, panels, reference
+from theodolite.report.drawing.grammar import HEADROOM, Panel, dots, line, panels, reference
 from theodolite.report.drawing.heads import sink_name
 from theodolite.report.drawing.prompt import MARK
 from theodolite.system.wording import for_plotly, head_name, number, percent
 
 SIDES = ("before", "after")
 POSITION_COLOURS = (style.REFERENCE, style.MEASURED, style.GREEN, style.PURPLE)
-STATUS_COLOURS = {
-    "survived": style.BLUE,
-    "lost": style.VERMILLION,
-    "new": style.GREEN,
-    "undecided": style.GREY,
-}
+STATUSES = ("survived", "lost", "new", "undecided")
+STATUS_COLOURS = dict(zip(STATUSES, (style.BLUE, style.VERMILLION, style.GREEN, style.GREY), strict=True))
 FEWEST = 0.004  # where a share of 0 is drawn on a logarithmic axis
 GAP = 0.035  # between panels, of the figure's width
 COLUMNS = 4  # models side by side; more of them stand in several rows
@@ -44,32 +37,38 @@ class Dots:
     after: str
     title: str  # of both axes, before "before" and "after"
     limits: tuple[float, float] | None = None  # of both axes; None: as wide as the dots need
-    shares: bool = False  # logarithmic axes of shares, on which 0 has its place too
+    scale: str = "linear"  # or "log", or "shares": logarithmic, with a place for 0
 
 
-SINK_DOTS = Dots("before", "after", "share of contexts", shares=True)
+SINK_DOTS = Dots("before", "after", "share of contexts", scale="shares")
 TAG_DOTS = Dots("before", "after", "η² in the head's output", (-0.03, 1.0))
+OUTLIER_DOTS = Dots("before", "after", "size over the layer's median", scale="log")
 OUTPUT_DOTS = Dots("norm_before", "norm_after", "norm of the head's output")
+ENTROPY_DOTS = Dots("share_before", "share_after", "entropy over its maximum", (-0.03, 1.03))
 SPECTRUM_DOTS = Dots("frobenius_before", "frobenius_after", "‖W_QK‖")
 
 
 def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
     """Draw one dot per unit, before on x and after on y; on the dotted line nothing changed."""
     values = table[[shown.before, shown.after]].to_numpy(np.float64)
-    largest = 1.0 if shown.shares or shown.limits else float(np.nanmax(values, initial=0.1))
-    least, show = (FEWEST, percent) if shown.shares else (0.0, number)
-    axis: dict[str, Any] = {"range": list(shown.limits)} if shown.limits else {}
-    if shown.shares:
+    least, largest = 0.0, float(np.nanmax(values, initial=0.1))
+    show: Callable[[float], str] = number
+    axis: dict[str, Any] = {}
+    if shown.limits:
+        largest, axis = 1.0, {"range": list(shown.limits)}
+    elif shown.scale == "log":
+        least, axis = float(np.nanmin(values, initial=largest)), {"type": "log"}
+    elif shown.scale == "shares":
+        least, largest, show = FEWEST, 1.0, percent
         values, ticks = np.maximum(values, FEWEST), [0.01, 0.03, 0.1, 0.3, 1.0]
-        axis = {
-            "type": "log",
-            "range": np.log10([FEWEST * 0.8, 1.25]).tolist(),
-            "tickvals": [FEWEST, *ticks],
-            "ticktext": ["none", *map(percent, ticks)],
-        }
+        axis = {"type": "log", "range": np.log10([FEWEST * 0.8, 1.25]).tolist()}
+        axis |= {"tickvals": [FEWEST, *ticks], "ticktext": ["none", *map(percent, ticks)]}
 
     def hover(row: pd.Series) -> str:
-        name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
+        if "dimension" in row:
+            name = f"layer {row['layer']}, dimension {row['dimension']}"
+        else:
+            name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
         text = f"{for_plotly(name)}<br>{shown.title}: {show(row[shown.before])} → {show(row[shown.after])}"
         return f"{text}<br>cosine of the directions {number(row['cosine'])}" if "cosine" in row else text
 
@@ -77,61 +76,11 @@ def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
     for status, colour in STATUS_COLOURS.items():
         rows = (table["status"] == status).to_numpy()
         texts = [hover(row) for _, row in table[rows].iterrows()]
-        hovered = "%{text}<extra>" + status + "</extra>"
-        marker = {"size": 9, "opacity": 0.75}
+        look = (texts, status, colour, f"%{{text}}<extra>{status}</extra>")
         x, y = values[rows].T
-        traces.append(dots(x, y, texts, status, colour, hovered, marker=marker))
+        traces.append(dots(x, y, *look, marker={"size": 9, "opacity": 0.75}))
     titles = (f"{shown.title}, before", f"{shown.title}, after")
     return style.figure(traces, *titles, height=420, layout={"xaxis": axis, "yaxis": axis})
-
-
-def entropies(table: pd.DataFrame) -> go.Figure:
-    """Map the entropy of every head as a share of the maximum, before and after, and the change in nats."""
-    layer, head = (table[name].to_numpy(dtype=int) for name in ("layer", "head"))
-    largest = float(np.nanmax(np.abs(table["difference"]))) or 1.0
-    changes: dict[str, Any] = {"bar": style.colour_bar("", x=1.01), "scale": style.SIGNED}
-    shown: list[Panel] = []
-    for name, column, unit, low, high, look in (
-        ("before", "share_before", "of the highest", 0.0, 1.0, {"bar": style.colour_bar("", x=0.605)}),
-        ("after", "share_after", "of the highest", 0.0, 1.0, {}),
-        ("change in nats", "difference", "nats", -largest, largest, changes),
-    ):
-        grid = np.full((layer.max() + 1, head.max() + 1), np.nan)
-        grid[layer, head] = table[column]
-        cells = heat(grid, low, high, f"L%{{y}}H%{{x}}, {name}: %{{z:.3f}} {unit}<extra></extra>", **look)
-        columns, rows = (_few_ticks(count) for count in grid.shape[::-1])
-        titles = ("head", "" if shown else "block")
-        shown.append(Panel(name, [cells], *titles, columns, rows | {"autorange": "reversed"}))
-    drawn = panels(shown, 3, height=map_height(int(layer.max()) + 1) - HEADROOM)
-    for place, start in enumerate((0.0, 0.335, 0.74)):  # between the last two stands a colour bar
-        drawn.update_xaxes(domain=[start, start + 0.26], col=place + 1)
-        drawn.layout.annotations[place].x = start
-    return drawn
-
-
-def _few_ticks(count: int) -> dict[str, Any]:
-    return {"dtick": max(1, count // 12)}
-
-
-def outliers(table: pd.DataFrame, dimensions: Sequence[int], layers: int) -> go.Figure:
-    """Map the size of outlier dimensions over the layer's median by residual layer; blank where it is no outlier."""
-    shown: list[Panel] = []
-    for side in SIDES:
-        grid = table.pivot(index="dimension", columns="layer", values=side).reindex(
-            dimensions, columns=range(layers)
-        )
-        cells = heat(
-            grid.to_numpy(np.float64),
-            0,
-            float(table[list(SIDES)].max(axis=None)),
-            f"dimension %{{y}}, layer %{{x}}, {side}: %{{z:.3g}} × median<extra></extra>",
-            bar=None if shown else style.colour_bar("× median"),
-            y=[str(dimension) for dimension in dimensions],
-        )
-        columns = _few_ticks(layers) | {"range": [-0.5, layers - 0.5]}
-        title = "" if shown else "dimension"
-        shown.append(Panel(side, [cells], "residual layer", title, columns, {"type": "category"}))
-    return panels(shown, 2, height=map_height(len(dimensions)) - HEADROOM, gaps=(2 * GAP, 0))
 
 
 def positions(table: pd.DataFrame) -> go.Figure:
@@ -144,13 +93,9 @@ def positions(table: pd.DataFrame) -> go.Figure:
         ("overlap of the directions", "", ("overlap", "curve")),
     ):
         traces: list[Any] = []
+        look: dict[str, Any] = {"width": 2, "marker": 6, "showlegend": title != "relative norm"}  # named once
         for name in names:
             hovered = f"layer %{{x}}, {title}, {name}: %{{y:.3g}}<extra></extra>"
-            look: dict[str, Any] = {
-                "width": 2,
-                "marker": 6,
-                "showlegend": title != "relative norm",
-            }  # named once
             traces += line(table["layer"], table[prefix + name], name, colours[name], hover=hovered, **look)
         across = {"showgrid": False, "zeroline": False, "dtick": max(1, len(table) // 8)}
         down = {"rangemode": "tozero", "zeroline": False}
@@ -159,10 +104,7 @@ def positions(table: pd.DataFrame) -> go.Figure:
 
 
 def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> go.Figure:
-    """Put heat maps of `drawing.prompt` side by side, one a model; of the tokens only sinks are written.
-
-    All have the same colours; `square`: cells as wide as high.
-    """
+    """Put heat maps of `drawing.prompt` side by side, one a model, in the same colours; only sinks are named."""
     rows = -(-len(figures) // COLUMNS)
     columns = -(-len(figures) // rows)
     height = PAGE * (1 - GAP * (columns - 1)) / columns if square else OUTPUT_HEIGHT
@@ -190,22 +132,16 @@ def _fewer_labels(axis: dict[str, Any]) -> dict[str, Any]:
 
 
 def over_training(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure:
-    """Draw one panel per measure over the training step.
-
-    Args:
-        table: `step`, `name`, each measure, and its standard error `…_se` where it has one.
-        measures: column → its title, and after a comma what it is of, in order.
-    """
-    shown = []
+    """Draw a panel per measure (column → its title, and after a comma what it is of) over the column `step`."""
+    shown, hovered = [], "%{text}, step %{x}: %{y:.4g}<extra></extra>"
+    look: dict[str, Any] = {
+        "marker": 6,
+        "text": table["name"].tolist(),
+        "hover": hovered,
+        "showlegend": False,
+    }
     for name, title in measures.items():
         errors = table[f"{name}_se"].to_numpy(np.float64) if f"{name}_se" in table else None
-        hovered = "%{text}, step %{x}: %{y:.4g}<extra></extra>"
-        look: dict[str, Any] = {
-            "marker": 6,
-            "text": table["name"].tolist(),
-            "hover": hovered,
-            "showlegend": False,
-        }
         traces = line(table["step"], table[name], title, style.MEASURED, errors=errors, **look)
         short, _, of = title.partition(", ")
         shown.append(Panel(short, traces, "step", of))

@@ -1,10 +1,8 @@
-"""Figures of the constituents of the logits: shares, and one head's on a prompt.
-
-Nothing here computes a share. Source: Song & Zhong 2024, section 5.2, with constituents that add up.
-"""
+"""Figures of the constituents of the logits (Song & Zhong 2024, section 5.2, with constituents that add up)."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import chain, zip_longest
@@ -28,15 +26,9 @@ from theodolite.measure.head_matrices import (
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import blocks, column, head_grid, heads_per_block, need_column
-from theodolite.report.drawing.grammar import (
-    Panel,
-    bars,
-    heat,
-    panels,
-    saturation,
-)
+from theodolite.report.drawing.grammar import Panel, bars, heat, panels, saturation
 from theodolite.report.drawing.prompt import token_axis, token_names
-from theodolite.report.exhibit import by_block, by_head, exhibit
+from theodolite.report.exhibit import Choice, Draw, by_block, by_head, exhibit
 from theodolite.system.wording import number, percent
 
 GROUP_COLOURS = {
@@ -70,27 +62,18 @@ MAP, MAP_GAPS = 330, (0.035, 34)  # pixels: a row of matrices; between them: of 
 LABELS: dict[str, Any] = {"labels": 32, "letters": 9}  # of tokens at an axis: more could not be read
 
 
-@exhibit(picker=by_block)
+@exhibit(picker=functools.partial(by_block, grid=True))
 def head_shares(run: Run, layer: int = 0) -> go.Figure:
     """Draw the share of every head's logit variance in one block by constituent, stacked; negative ones below 0."""
     need_column(run.heads, "share_position")
-    grids = {
-        name: grid
-        for name in SHARES
-        if (grid := head_grid(run, name)) is not None and np.nan_to_num(grid).any()
-    }
-    heads = np.arange(heads_per_block(run), dtype=np.int32)
-    traces = [
-        bars(
-            heads,
-            grid[layer],
-            SHARES[name],
-            GROUP_COLOURS[name.removeprefix("share_")],
-            f"head %{{x}}<br>{SHARES[name]}: %{{y:.1%}}<extra></extra>",
-        )
-        for name, grid in grids.items()
-    ]
-    stacked = np.nan_to_num(np.stack(list(grids.values())))
+    heads, traces, drawn = np.arange(heads_per_block(run), dtype=np.int32), [], []
+    for name, words in SHARES.items():
+        if (grid := head_grid(run, name)) is None or not np.nan_to_num(grid).any():
+            continue
+        hover = f"head %{{x}}<br>{words}: %{{y:.1%}}<extra></extra>"
+        traces.append(bars(heads, grid[layer], words, GROUP_COLOURS[name.removeprefix("share_")], hover))
+        drawn.append(grid)
+    stacked = np.nan_to_num(np.stack(drawn))
     # All blocks share one axis, so that their bars compare.
     top = max(1.05, 1.02 * float(np.clip(stacked, 0, None).sum(axis=0).max()))
     bottom = min(0.0, 1.05 * float(np.clip(stacked, None, 0).sum(axis=0).min()))
@@ -107,8 +90,8 @@ def head_shares(run: Run, layer: int = 0) -> go.Figure:
 
 def _parts_of_heads(run: Run) -> Floats:
     """Return shares and errors of query × key parts, (2, L, H, …); a last row begins with the additive bias's."""
-    need_column(run.constituents, "share")
     rows = run.constituents
+    need_column(rows, "share")
     of_pairs = np.full((2, blocks(run), heads_per_block(run), len(PARTS) + 1, len(PARTS)), np.nan)
     place = {name: number for number, name in enumerate(PARTS)}
     query, key = rows["query"].map(place | {ADDITIVE: len(PARTS)}), rows["key"].map(place)
@@ -121,12 +104,13 @@ def _percentage(share: float) -> str:
     return f"{100 * share:.0f}".replace("-", "−") if abs(share) >= NAMED else ""
 
 
-@exhibit(picker=by_head, given={"of_heads": _parts_of_heads})
-def constituents(run: Run, layer: int = 0, head: int = 0, of_heads: Floats | None = None) -> go.Figure:
-    """Draw the shares of one head's logit variance by part of the query (rows) and of the key (columns), in per cent.
+def _by_head(run: Run, draw: Draw) -> Choice:
+    return by_head(run, functools.partial(draw, of_heads=_parts_of_heads(run)))
 
-    A bias on logits, where there is one, is a row of one cell. Hovering gives the standard errors.
-    """
+
+@exhibit(picker=_by_head)
+def constituents(run: Run, layer: int = 0, head: int = 0, of_heads: Floats | None = None) -> go.Figure:
+    """Draw the shares of one head's logit variance by part of the query (rows) and of the key (columns)."""
     every_share = need_column(run.constituents, "share")
     reach = float(np.nanmax(np.abs(every_share))) or 1.0
     shares, errors = (_parts_of_heads(run) if of_heads is None else of_heads)[:, layer, head]
@@ -159,27 +143,17 @@ def constituents(run: Run, layer: int = 0, head: int = 0, of_heads: Floats | Non
 
 
 def qk_panels(
-    split: Constituents,
-    head: int,
-    tokens: Sequence[str],
-    *,
-    context: int = 0,
-    first: int = 1,
-    raw: bool = False,
+    split: Constituents, head: int, tokens: Sequence[str], *, first: int = 1, raw: bool = False
 ) -> go.Figure:
     """Map one head's logits by constituent (`head_matrices`): Song & Zhong 2024, Fig. 6 and Figs. 30 to 34.
 
-    Titles give the shares of variance. Centred logits have one colour scale, so that they can be compared; raw
-    ones each their own, from the lowest to the highest value, which the title names. Zooming in one zooms all.
-
-    Args:
-        tokens: the text of each of the context's T tokens, shown as it is: nothing in it is taken for markup.
-        split, head, context, first, raw: as for `head_matrices`.
+    Titles give the shares of variance. Centred logits have one colour scale; raw ones each their own, from the lowest
+    to the highest value, which the title names. `tokens`: the text of each of the context's T tokens.
 
     Raises:
-        UsageError: no such head, context or position, a split into other parts, or not T tokens.
+        UsageError: no such head or position, a split into other parts, or not T tokens.
     """
-    of_head = head_matrices(split, head, context=context, first=first, raw=raw)
+    of_head = head_matrices(split, head, first=first, raw=raw)
     matrices = {matrix.name: matrix for matrix in of_head}
     length = split.query.shape[3]
     if len(tokens) != length:
@@ -194,14 +168,13 @@ def qk_panels(
         if name is None:
             shown.append(None)
             continue
-        linked = [{"matches": side} if shown else {} for side in "xy"]  # all move with the first
-        keys = axis | linked[0] | {"showticklabels": name in lowest}
-        queries = axis | linked[1] | {"autorange": "reversed", "tickangle": 0}
-        queries |= {"showticklabels": name in columns[0]}
-        titles = ("key" if name in lowest else "", "query" if name in columns[0] else "")
-        trace = _matrix(matrices[name], names, raw)
-        note = _note(matrices[name], raw)
-        shown.append(Panel(name, [trace], *titles, keys, queries, note, square=True))
+        below, left, linked = name in lowest, name in columns[0], bool(shown)  # all move with the first
+        keys = axis | {"showticklabels": below} | ({"matches": "x"} if linked else {})
+        queries = axis | {"showticklabels": left} | ({"matches": "y"} if linked else {})
+        queries |= {"autorange": "reversed", "tickangle": 0}
+        traces, note = [_matrix(matrices[name], names, raw)], _note(matrices[name], raw)
+        titles = ("key" if below else "", "query" if left else "")
+        shown.append(Panel(name, traces, *titles, keys, queries, note, square=True))
     rows = len(shown) // len(columns)
     limit = saturation([matrix.values for matrix in of_head if matrix.name != ATTENTION])
     layout = {"margin": {"l": 70, "t": 34, "r": 70, "b": 70}}
@@ -212,9 +185,9 @@ def qk_panels(
 
 def _matrix(matrix: HeadMatrix, names: list[str], raw: bool) -> dict[str, Any]:
     is_attention = matrix.name == ATTENTION
-    shared: dict[str, Any] = (
-        {} if raw and not is_attention else {"coloraxis": f"coloraxis{2 if is_attention else ''}"}
-    )
+    shared: dict[str, Any] = {} if raw else {"coloraxis": "coloraxis"}
+    if is_attention:
+        shared = {"coloraxis": "coloraxis2"}
     quantity = matrix.name if is_attention else f"{matrix.name} logit"
     hover = f"query %{{y}}<br>key %{{x}}<br>{quantity} %{{z:.3g}}<extra></extra>"
     return heat(matrix.values, *_range(matrix.values), hover, x=names, y=names, **shared)

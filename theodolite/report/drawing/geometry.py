@@ -1,7 +1,4 @@
-"""Position and context as shapes; attention on pictures.
-
-Nothing here computes a statistic: rows are chosen and scaled for the eye only, and captions say so.
-"""
+"""Position and context as shapes; attention on pictures."""
 
 from __future__ import annotations
 
@@ -27,10 +24,9 @@ PICTURE_GAPS = (0.03, 0.1)
 
 @exhibit(picker=by_residual_layer)
 def spiral(run: Run, layer: int = 0) -> go.Figure:
-    """Draw the positional basis and cvecs of one layer on the positional basis' first two principal components.
+    """Draw the positional basis (violet to green) and cvecs (red) of one layer on the basis' two main components.
 
-    Song & Zhong 2024, Fig. 1. Positions run from violet to green, the patches of images in reading order; cvecs are
-    the red points.
+    Song & Zhong 2024, Fig. 1.
     """
     basis, grid = need(run, "positional_pca")[layer], grid_of(run)
     first = grid.leading if grid else 1
@@ -42,17 +38,10 @@ def spiral(run: Run, layer: int = 0) -> go.Figure:
     x, y = contexts[:, :2].T
     hover, look = "a context vector<extra></extra>", {"size": 3.5, "opacity": 0.4}
     traces = [dots(x, y, None, "context vectors", style.CONTEXT, hover, marker=look)]
-    coloured = {"size": 5.5, "color": positions, "colorscale": style.ORDER}
-    traces += line(
-        points[:, 0],
-        points[:, 1],
-        "positions",
-        style.GREY,
-        width=1,
-        marker=coloured | {"showscale": False, "line": {"width": 0}},
-        hover="%{customdata}<br>%{x:.4g}, %{y:.4g}<extra></extra>",
-        customdata=names,
-    )
+    coloured = {"size": 5.5, "color": positions, "colorscale": style.ORDER, "showscale": False}
+    hover, drawn = "%{customdata}<br>%{x:.4g}, %{y:.4g}<extra></extra>", coloured | {"line": {"width": 0}}
+    named: dict[str, Any] = {"hover": hover, "customdata": names}
+    traces += line(points[:, 0], points[:, 1], "positions", style.GREY, width=1, marker=drawn, **named)
     few = {"nticks": 5}
     layout = {"showlegend": False, "xaxis": few, "yaxis": few}
     return style.figure(traces, "component 1", "component 2", height=400, layout=layout)

@@ -1,7 +1,4 @@
-"""The grammar of figures: lines with errors, dots, bars, maps, and panels of them. Every figure is made of these.
-
-They take plain arrays. Values are written as float32, which is what a page can show.
-"""
+"""The grammar of figures, which take plain arrays: lines with errors, dots, bars, maps, and panels of them."""
 
 from __future__ import annotations
 
@@ -40,47 +37,34 @@ def line(
     hover: str = "",
     **more: Any,
 ) -> list[dict[str, Any]]:
-    """Return the traces of a line, with whiskers where it has errors: a list, as of a `band`.
+    """Return the traces of a line through `x` and `y`, (n,): a list, as of a `band`.
 
     Args:
-        x, y: (n,). name: in the legend, where lines of one name are switched together.
+        name: in the legend, where lines of one name are switched together.
         errors: half the lengths of the whiskers, (n,).
         marker: the points, or their size in pixels; 0: none. hover: what hovering tells, Plotly's template.
         more: further entries of the line's trace.
     """
     label = for_plotly(name)
-    own: dict[str, Any] = {
-        "type": "scatter",
-        "x": _numbers(x),
-        "y": _numbers(y),
-        "error_y": None if errors is None else style.error_bars(errors),
-        "name": label,
-        "legendgroup": name,
-        "mode": "lines+markers" if marker else "lines",
-        "line": {"color": colour, "width": width, "dash": dash},
-        "marker": (marker if isinstance(marker, dict) else {"size": marker}) if marker else None,
-        "hovertemplate": hover or f"{label}<br>%{{x}}: %{{y:.4g}}<extra></extra>",
-    }
+    own: dict[str, Any] = _points("scatter", x, y) | {"name": label, "legendgroup": name}
+    own["error_y"] = None if errors is None else style.error_bars(errors)
+    own["line"] = {"color": colour, "width": width, "dash": dash}
+    own["mode"] = "lines+markers" if marker else "lines"
+    own["marker"] = {"size": marker} if marker and not isinstance(marker, dict) else marker or None
+    own["hovertemplate"] = hover or f"{label}<br>%{{x}}: %{{y:.4g}}<extra></extra>"
     return [own | more]
 
 
-def band(x: Any, low: Any, high: Any, colour: str, **more: Any) -> list[dict[str, Any]]:
-    """Return the traces of the area between two curves over `x`, all (n,); none where there is none.
+def _points(kind: str, x: ArrayLike, y: ArrayLike) -> dict[str, Any]:
+    return {"type": kind, "x": _numbers(x), "y": _numbers(y)}
 
-    `more`: further entries, such as the `legendgroup` of its line.
-    """
+
+def band(x: Any, low: Any, high: Any, colour: str, **more: Any) -> list[dict[str, Any]]:
+    """Return the traces of the area between two curves over `x`, all (n,); none where there is none."""
     x, low, high = map(_numbers, (x, low, high))
-    own: dict[str, Any] = {
-        "type": "scatter",
-        "x": np.concatenate([x, x[::-1]]),
-        "y": np.concatenate([high, low[::-1]]),
-        "mode": "lines",
-        "line": {"width": 0},
-        "fill": "toself",
-        "fillcolor": style.translucent(colour, style.BAND),
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
+    own = _points("scatter", np.concatenate([x, x[::-1]]), np.concatenate([high, low[::-1]]))
+    own |= {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
+    own |= {"fill": "toself", "fillcolor": style.translucent(colour, style.BAND)}
     return [own | more] if (high > low).any() else []
 
 
@@ -88,22 +72,14 @@ def dots(
     x: Any, y: Any, texts: Sequence[str] | None, name: str | None, colour: Any, hover: str, **more: Any
 ) -> dict[str, Any]:
     """Return the trace of points of one kind; `texts`: what hovering calls each of them, `%{text}` in `hover`."""
+    own = _points("scatter", x, y) | {"name": name, "mode": "markers", "hovertemplate": hover}
     marker = {"size": 8, "color": colour} | more.pop("marker", {})
-    return {
-        "type": "scatter",
-        "x": _numbers(x),
-        "y": _numbers(y),
-        "text": None if texts is None else list(texts),
-        "name": name,
-        "mode": "markers",
-        "marker": marker,
-        "hovertemplate": hover,
-    } | more
+    return own | {"marker": marker, "text": None if texts is None else list(texts)} | more
 
 
 def bars(x: Any, y: Any, name: str, colour: str, hover: str, **more: Any) -> dict[str, Any]:
     """Return the trace of bars of one kind."""
-    own = {"type": "bar", "x": _numbers(x), "y": _numbers(y), "name": name, "hovertemplate": hover}
+    own = _points("bar", x, y) | {"name": name, "hovertemplate": hover}
     return own | {"marker": {"color": colour, "line": {"width": 0}}} | more
 
 
@@ -128,8 +104,7 @@ def heat(
 
     Args:
         low, high: where the colours saturate. hover: what hovering tells, Plotly's template.
-        bar: its `style.colour_bar`, or the title of a plain one; None: none. cells: a hairline between cells.
-        more: further entries of the trace.
+        bar: its `style.colour_bar`, or the title of a plain one. cells: a hairline between cells.
     """
     own: dict[str, Any] = {
         "type": "heatmap",
@@ -137,11 +112,9 @@ def heat(
         "zmin": low,
         "zmax": high,
         "colorscale": scale,
-        "showscale": bar is not None,
-        "colorbar": style.colour_bar(bar) if isinstance(bar, str) else bar,
-        "hovertemplate": hover,
-        "hoverongaps": False,
     }
+    own |= {"showscale": bar is not None, "hovertemplate": hover, "hoverongaps": False}
+    own["colorbar"] = style.colour_bar(bar) if isinstance(bar, str) else bar
     return own | ({"xgap": 1, "ygap": 1} if cells else {}) | more
 
 
@@ -181,18 +154,11 @@ def cosine_map(
     """Draw a square map of cosines between things in groups, from the top left.
 
     Args:
-        rows: what hovering calls each of them. ticks: of both axes, (place, name).
+        rows: what hovering calls each of them. ticks: of both axes, (place, name). layout: further entries.
         borders: the first of each group but the first group, for the lines between them.
-        layout: further entries, such as those of `xaxis`.
     """
-    axis = {
-        "type": "category",
-        "tickmode": "array",
-        "tickvals": [place for place, _ in ticks],
-        "ticktext": [name for _, name in ticks],
-        "ticks": "",
-        "constrain": "domain",
-    }
+    axis: dict[str, Any] = {"type": "category", "ticks": "", "constrain": "domain"}
+    axis |= {"tickvals": [place for place, _ in ticks], "ticktext": [name for _, name in ticks]}
     ends, look = (-0.5, len(rows) - 0.5), {"type": "line", "line": {"width": 1, "color": style.GREY}}
     lines = [
         look | dict(zip((f"{along}0", f"{along}1", f"{across}0", f"{across}1"), (at, at, *ends), strict=True))
@@ -201,16 +167,12 @@ def cosine_map(
     ]
     hover = f"%{{y}}<br>%{{x}}<br>{quantity} %{{z:.2f}}<extra></extra>"
     names = list(rows)
-    return style.figure(
-        [heat(cosines, -1, 1, hover, scale=style.SIGNED, bar=quantity, x=names, y=names)],
-        height=height,
-        layout=layout
-        | {
-            "xaxis": axis | layout.get("xaxis", {}),
-            "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"} | layout.get("yaxis", {}),
-            "shapes": lines,
-        },
-    )
+    cells = heat(cosines, -1, 1, hover, scale=style.SIGNED, bar=quantity, x=names, y=names)
+    layout |= {
+        "xaxis": axis | layout.get("xaxis", {}),
+        "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"} | layout.get("yaxis", {}),
+    }
+    return style.figure([cells], height=height, layout=layout | {"shapes": lines})
 
 
 @dataclass(frozen=True)
@@ -218,7 +180,7 @@ class Panel:
     """One of several figures side by side: its title, its traces, and what its axes are besides their titles.
 
     `note`: what stands after the title, which is then bold. `marks`: vertical lines, each its x and how it looks.
-    `square`: cells of a map as wide as high, below its title.
+    `square`: cells of a map as wide as high.
     """
 
     title: str
@@ -240,11 +202,9 @@ def panels(
     gaps: tuple[float, float] = GAPS,
     layout: dict[str, Any] | None = None,
 ) -> go.Figure:
-    """Draw panels side by side, `across` of them in a row of `height` pixels, each under its title.
+    """Draw panels side by side, row by row, `across` in a row of `height` pixels, each under its title; None: no panel.
 
-    Args:
-        shown: row by row; None leaves a place empty.
-        gaps: between them, of the width and of the height of all.
+    `gaps`: between them, of the width and of the height of all.
     """
     rows = math.ceil(len(shown) / across)
     places = {divmod(number, across): panel for number, panel in enumerate(shown) if panel}
@@ -259,7 +219,7 @@ def panels(
     titles = itertools.count()
     for (row, column), panel in places.items():
         place = {"row": row + 1, "col": column + 1}
-        drawn.add_traces(list(panel.traces), rows=place["row"], cols=place["col"])
+        drawn.add_traces(list(panel.traces), rows=row + 1, cols=column + 1)
         drawn.update_xaxes(panel.xaxis, title_text=panel.x, **place)
         drawn.update_yaxes(panel.yaxis, title_text=panel.y, **place)
         (x_axis,), (y_axis,) = drawn.select_xaxes(**place), drawn.select_yaxes(**place)
@@ -269,18 +229,15 @@ def panels(
         for x, look in panel.marks:
             drawn.add_vline(x, line=look, **place)
         if panel.title:
-            drawn.layout.annotations[next(titles)].update(
-                x=x_axis.domain[0], xanchor="left", yshift=4, font_size=12
-            )
+            title = drawn.layout.annotations[next(titles)]
+            title.update(x=x_axis.domain[0], xanchor="left", yshift=4, font_size=12)
     if drawn.layout.annotations:
         top = style.template().layout.margin.t + TITLE
         drawn.update_layout(margin_t=top, legend_y=1 + TITLE / (height * rows))
     frame = style.frame_of(drawn.data)
-    drawn.update_xaxes(frame)
-    drawn.update_yaxes(frame)
-    return drawn.update_layout(
-        {"template": style.template(), "height": HEADROOM + height * rows} | (layout or {})
-    )
+    drawn.update_xaxes(frame).update_yaxes(frame)
+    shared = {"template": style.template(), "height": HEADROOM + height * rows}
+    return drawn.update_layout(shared | (layout or {}))
 
 
 def _heading(panel: Panel) -> str:

@@ -1,12 +1,8 @@
-"""Figures of heads: all of them as maps, one head's spectrum and signal propagation, sinks by position.
-
-Blocks are counted from 0. Curves are thinned to a bounded number of positions, never smoothed.
-"""
+"""Figures of heads: all of them as maps, one head's spectrum and signal propagation, sinks by position."""
 
 from __future__ import annotations
 
 import textwrap
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,31 +12,10 @@ import plotly.graph_objects as go
 from theodolite.errors import UsageError
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES, ROLES
-from theodolite.measure.tags import NAMED
+from theodolite.measure.tags import KINDS, NAMED
 from theodolite.passes.run import Run
-from theodolite.report import style
-from theodolite.report.data import (
-    array,
-    blocks,
-    column,
-    columns_of,
-    entropy_limits,
-    evenly,
-    head_grid,
-    heads_per_block,
-    need,
-    offered,
-    roles_of_heads,
-)
-from theodolite.report.drawing.grammar import (
-    bars,
-    dots,
-    head_cells,
-    heat,
-    line,
-    map_height,
-    rows_down,
-)
+from theodolite.report import data, style
+from theodolite.report.drawing.grammar import bars, dots, head_cells, heat, line, map_height, rows_down
 from theodolite.report.exhibit import Choice, Draw, Option, by_head, exhibit
 from theodolite.system.wording import for_plotly, head_name, shown_token
 
@@ -52,45 +27,41 @@ HOVER_WIDTH = 58  # characters in a line of a hover text
 ROLE_COLOURS = dict(zip((role.name for role in ROLES), [*style.CATEGORIES, style.INK], strict=True))
 POSITION_BINS = 128
 LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
-KIND_NAMES = {
-    "first": "first token",
-    "later": "later token",
-    "learned": "learned column",
-    "local": "local sink",
-}
+KIND_NAMES = dict(zip(KINDS, ("first token", "later token", "learned column", "local sink"), strict=True))
 
 
 def head_measures(run: Run) -> list[Column]:
     """Return the columns that pickers offer and that this run has for at least one head, in their order."""
 
     def is_there(measure: Column) -> bool:
-        values = column(run.heads, measure.name)
+        values = data.column(run.heads, measure.name)
         return values is not None and (not measure.rare or bool(np.nan_to_num(values).any()))
 
-    return list(filter(is_there, offered(run).values()))
+    return list(filter(is_there, data.offered(run).values()))
 
 
 def _of_amounts(run: Run, measure: Column) -> dict[str, Any]:
     """Return the entries of a map of numbers: what is coloured, where its colours end, and their scale."""
-    grid = head_grid(run, measure.name)
-    if grid is None:
+    if (grid := data.head_grid(run, measure.name)) is None:
         raise UsageError(f"this run has no head measure {measure.name!r}")
     robust = float(np.percentile(np.abs(grid[np.isfinite(grid)]), ROBUST)) or 1.0
     title, (low, high) = measure.unit, measure.range
     scale = style.SIGNED if low < 0 else style.MAGNITUDE
     if measure.decades:
         grid, title = np.log10(grid, where=grid > 0, out=np.full_like(grid, np.nan)), "log₁₀"
-        has_some = bool(np.isfinite(grid).any())
-        low, high = (float(np.nanmin(grid)), float(np.nanmax(grid))) if has_some else (0.0, 1.0)
-    elif measure.unit == "nats" and array(run, "visible_keys") is not None:
-        high = float(entropy_limits(run).mean(axis=1).max())
+        some = grid[np.isfinite(grid)]
+        low, high = (float(some.min()), float(some.max())) if some.size else (0.0, 1.0)
+    elif measure.unit == "nats" and data.array(run, "visible_keys") is not None:
+        high = float(data.entropy_limits(run).mean(axis=1).max())
     low, high = -robust if np.isinf(low) else low, robust if np.isinf(high) else high
     return {"z": grid, "low": low, "high": high if high > low else low + 1.0, "scale": scale, "bar": title}
 
 
 def _role_colours(run: Run) -> dict[str, str]:
-    """Return the roles that some head has, each with its colour, which is the same in every report."""
-    present = {role.name for roles in roles_of_heads(run) for role in roles}
+    """Return the roles that some head has, each with its colour; `UsageError` where none has one."""
+    present = {role.name for roles in data.roles_of_heads(run) for role in roles}
+    if not present:
+        raise UsageError("this run has no head with a role")
     return {name: colour for name, colour in ROLE_COLOURS.items() if name in present}
 
 
@@ -99,10 +70,8 @@ def roles(run: Run) -> go.Figure:
     """Map every head's clearest role over blocks × heads."""
     colours = _role_colours(run)
     known, count = list(colours), len(colours)
-    clearest = [known.index(of[0].name) if of else np.nan for of in roles_of_heads(run)]
-    codes = replace(run, heads=run.heads[["layer", "head"]].assign(role=clearest))
-    if (grid := head_grid(codes, "role")) is None:
-        raise UsageError("this run has no head with a role")
+    clearest = [known.index(of[0].name) if of else np.nan for of in data.roles_of_heads(run)]
+    grid = data.laid_out(run, np.array(clearest))
     return head_cells(
         grid,
         -0.5,
@@ -117,15 +86,10 @@ def roles(run: Run) -> go.Figure:
 @exhibit()
 def at_stake(run: Run) -> go.Figure:
     """Draw how many heads of each block have each role."""
-    colours, by_head = _role_colours(run), roles_of_heads(run)
-    if not colours:
-        raise UsageError("this run has no head with a role")
-    layers = run.heads["layer"].to_numpy(dtype=int)
-    places = np.arange(blocks(run))
-    traces = []
-    for name, colour in colours.items():
-        has = [name in {role.name for role in of} for of in by_head]
-        heights = np.bincount(layers[has], minlength=len(places))
+    layers, places = run.heads["layer"].to_numpy(dtype=int), np.arange(data.blocks(run))
+    names, traces = [{role.name for role in of} for of in data.roles_of_heads(run)], []
+    for name, colour in _role_colours(run).items():
+        heights = np.bincount(layers[[name in of for of in names]], minlength=len(places))
         traces.append(bars(places, heights, name, colour, f"block %{{x}}: %{{y}} heads<extra>{name}</extra>"))
     layout = {"barmode": "stack", "yaxis": {"rangemode": "tozero"}}
     return style.figure(traces, "block", "heads", height=340, layout=layout)
@@ -136,18 +100,14 @@ def _by_measure(run: Run, draw: Draw) -> Choice:
         Option(m.name, m.title, m.group, f"{m.meaning} Source: {m.source}." if m.source else m.meaning)
         for m in head_measures(run)
     ]
-    shown = [name for name in OVERVIEW if column(run.heads, name) is not None]
-    return Choice("measure", options, lambda key: draw(measure=key), grid=shown)
+    shown = [name for name in OVERVIEW if data.column(run.heads, name) is not None]
+    return Choice("measure", options, draw, grid=shown)
 
 
-@exhibit(
-    picker=_by_measure,
-    when=lambda run: bool(head_measures(run)),
-    given={"measure": lambda run: head_measures(run)[0].name},
-)
+@exhibit(picker=_by_measure, when=lambda run: bool(head_measures(run)))
 def head_map(run: Run, measure: str) -> go.Figure:
     """Map one head measure over blocks × heads; hovering tells what it means."""
-    described = columns_of(run, "heads")[measure]
+    described = data.columns_of(run, "heads")[measure]
     value = "10^%{z:.3f}" if described.decades else "%{z:.4g}"
     unit = f" {for_plotly(described.unit)}" if described.unit else ""
     meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, HOVER_WIDTH)))
@@ -160,11 +120,8 @@ def head_map(run: Run, measure: str) -> go.Figure:
 
 @exhibit(picker=by_head)
 def spectrum(run: Run, layer: int = 0, head: int = 0, name: str = "spectrum") -> go.Figure:
-    """Draw the d_h eigenvalues of one head's W_QK (`name="spectrum"`) or W_QK Σ̂ (`"spectrum_data"`).
-
-    The other d − d_h eigenvalues are 0 and not drawn.
-    """
-    x, y = need(run, name)[layer, head].T
+    """Draw the d_h non-zero eigenvalues of one head's W_QK (`name="spectrum"`) or W_QK Σ̂ (`"spectrum_data"`)."""
+    x, y = data.need(run, name)[layer, head].T
     look = {"size": 7, "opacity": 0.8, "line": {"width": 0}}
     hover = "%{x:.4g} + %{y:.4g} i<extra></extra>"
     points = dots(x, y, None, None, style.PREDICTED, hover, marker=look)
@@ -179,51 +136,41 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     Bao et al. 2024, eq. 6 and Figs. 2, 3 and 7, with the corrected variance of Lemma 1.
     """
     traces: list[dict[str, Any]] = []
-    many = blocks(run) * heads_per_block(run) > MANY_HEADS
+    points = FEW_CURVE_POINTS if data.blocks(run) * data.heads_per_block(run) > MANY_HEADS else CURVE_POINTS
     for name, label, colour, width, dash in (
         ("propagation_by_position", "measured", style.MEASURED, 2.2, "solid"),
         ("propagation_predicted_data", "predicted from W_QK Σ̂", style.PREDICTED, 1.8, "solid"),
         ("propagation_predicted", "predicted from W_QK", style.PREDICTED, 1.8, "dash"),
     ):
-        values = array(run, name)
-        if values is None:
+        if (values := data.array(run, name)) is None:
             continue
-        length = values.shape[2]
-        shown = np.array(evenly(length, FEW_CURVE_POINTS if many else CURVE_POINTS), dtype=np.int32)
+        shown = np.array(data.evenly(values.shape[2], points), dtype=np.int32)
+        theta, rho = (shown + 1) / values.shape[2], values[layer, head, shown]
         hover = f"θ %{{x:.3f}}<br>{label}: %{{y:.3f}}<extra></extra>"
-        rho = values[layer, head, shown]
-        traces += line((shown + 1) / length, rho, label, colour, dash=dash, width=width, hover=hover)
+        traces += line(theta, rho, label, colour, dash=dash, width=width, hover=hover)
     if not traces:
         raise UsageError("this run has no propagation curve of any head")
+    titles = ("position in the context, θ = i/T", "propagation probability ρ")
     layout = {"yaxis": {"range": [-0.02, 1.05]}, "xaxis": {"range": [0, 1.01]}}
-    return style.figure(
-        traces, "position in the context, θ = i/T", "propagation probability ρ", height=360, layout=layout
-    )
+    return style.figure(traces, *titles, height=360, layout=layout)
 
 
 @exhibit()
 def sinks_by_position(run: Run) -> go.Figure:
-    """Draw the share of contexts in which each position is a sink of the strongest head of each block.
-
-    Of neighbouring positions that share a cell the largest is shown; the first position has a cell of its own.
-    """
-    strongest = np.nan_to_num(need(run, "sink_by_position")).max(axis=1)
+    """Draw the share of contexts in which a position (or one of a cell's) is a sink of each block's strongest head."""
+    strongest = np.nan_to_num(data.need(run, "sink_by_position")).max(axis=1)
     strongest[np.setdiff1d(np.arange(len(strongest)), run.heads["layer"])] = np.nan  # no head was looked at
     length = strongest.shape[1]
-    starts = [0, *[1 + step for step in evenly(length - 1, POSITION_BINS - 1)]] if length > 1 else [0]
+    starts = [0, *[1 + step for step in data.evenly(length - 1, POSITION_BINS - 1)]] if length > 1 else [0]
     largest = np.maximum.reduceat(strongest, starts, axis=1)
     lasts = [start - 1 for start in [*starts[1:], length]]
     names = [str(a) if a == b else f"{a}–{b}" for a, b in zip(starts, lasts, strict=True)]
-    cells = heat(
-        largest,
-        0,
-        max(float(np.nan_to_num(largest).max(initial=0.0)), LEAST_SCALE),
-        "block %{y}, position %{customdata}<br>%{z:.1%} of contexts<extra></extra>",
-        bar=style.colour_bar("share of contexts", tickformat=".0%"),
-        customdata=[names] * len(largest),
-    )
-    ticks = evenly(len(names), 9)
-    named = {"tickmode": "array", "tickvals": ticks, "ticktext": [names[tick] for tick in ticks]}
+    most = max(float(np.nan_to_num(largest).max(initial=0.0)), LEAST_SCALE)
+    hover = "block %{y}, position %{customdata}<br>%{z:.1%} of contexts<extra></extra>"
+    bar = style.colour_bar("share of contexts", tickformat=".0%")
+    cells = heat(largest, 0, most, hover, bar=bar, customdata=[names] * len(largest))
+    ticks = data.evenly(len(names), 9)
+    named = {"tickvals": ticks, "ticktext": [names[tick] for tick in ticks]}
     layout = {"xaxis": named, "yaxis": rows_down(len(largest))}
     height = map_height(len(largest))
     return style.figure([cells], "position of the sink", "block", height=height, layout=layout)

@@ -31,11 +31,7 @@ def token_names(tokens: Sequence[str], first: int = 0) -> list[str]:
 def token_axis(
     tokens: Sequence[str], sinks: Sequence[int] = (), *, labels: int = LABELLED, letters: int | None = None
 ) -> dict[str, Any]:
-    """Make an axis of tokens: about `labels` of them are written, evenly chosen, and the sinks with a mark.
-
-    No label lies over another's: of sinks side by side, as in a local sink's span, the first has it. `letters`: of a
-    label at most.
-    """
+    """Make an axis of tokens: about `labels` of them are written, none over another, and the sinks with a mark."""
     spacing = -(-len(tokens) // labels)  # tokens from one label to the next
     marked: list[int] = []
     for sink in sorted(sinks):
@@ -49,15 +45,8 @@ def token_axis(
         text = text if letters is None or len(text) <= letters else text[: letters - 1] + "…"
         return for_plotly(f"{MARK} {text}" if place in sinks else text)
 
-    return {
-        "type": "category",
-        "ticks": "",
-        "tickmode": "array",
-        "tickvals": ticks,
-        "ticktext": [label(tick) for tick in ticks],
-        "tickfont": {"size": 8},
-        "tickangle": -90,
-    }
+    look = {"type": "category", "ticks": "", "tickfont": {"size": 8}, "tickangle": -90}
+    return look | {"tickvals": ticks, "ticktext": [label(tick) for tick in ticks]}
 
 
 def _down(axis: dict[str, Any]) -> dict[str, Any]:
@@ -94,54 +83,30 @@ def attention(
 
 
 def by_dimension(
-    vectors: Floats,
-    tokens: Sequence[str],
-    sinks: Sequence[int],
-    scale_of: Floats | None = None,
+    vectors: Floats, tokens: Sequence[str], sinks: Sequence[int], scale_of: Floats | None = None
 ) -> go.Figure:
-    """Draw vectors (tokens, d), one row per token: the dimensions that are largest at any token, in their order.
-
-    `scale_of` (rows, d): choose dimensions and colours by these vectors instead, so that figures can be compared.
-    """
+    """Draw vectors (tokens, d), a row per token, in the dimensions largest there or in `scale_of` (rows, d)."""
     largest = np.abs(vectors if scale_of is None else scale_of).max(axis=0)
     dimensions = np.sort(np.argsort(-largest, kind="stable")[:DIMENSIONS])
     limit = float(largest.max()) or 1.0
-    trace = heat(
-        vectors[:, dimensions],
-        -limit,
-        limit,
-        "%{y}<br>dimension %{customdata}: %{z:.3g}<extra></extra>",
-        scale=style.SIGNED,
-        bar="value",
-        x=list(range(len(dimensions))),
-        y=token_names(tokens),
-        customdata=[[str(d) for d in dimensions]] * len(tokens),
-    )
+    hover = "%{y}<br>dimension %{customdata}: %{z:.3g}<extra></extra>"
+    x, y = list(range(len(dimensions))), token_names(tokens)
+    named = [[str(dimension) for dimension in dimensions]] * len(tokens)
+    shown = vectors[:, dimensions]
+    trace = heat(shown, -limit, limit, hover, scale=style.SIGNED, bar="value", x=x, y=y, customdata=named)
     ticks = evenly(len(dimensions), 16)
-    named = {"tickvals": ticks, "ticktext": [str(dimensions[tick]) for tick in ticks]}
-    layout = {
-        "xaxis": {"tickmode": "array"} | named,
-        "yaxis": _down(token_axis(tokens, sinks)),
-        "margin": {"l": 90},
-    }
+    across = {"tickvals": ticks, "ticktext": [str(dimensions[tick]) for tick in ticks]}
+    layout = {"xaxis": across, "yaxis": _down(token_axis(tokens, sinks)), "margin": {"l": 90}}
     return style.figure([trace], "dimension of the residual stream", "token", height=760, layout=layout)
 
 
 def coloured(
     colours: np.ndarray, names: Sequence[str], tokens: Sequence[str], sinks: Sequence[int]
 ) -> go.Figure:
-    """Draw one row of coloured tokens per residual layer or head output.
-
-    Args:
-        colours: (rows, tokens, 3), 0 to 255. names: of the rows. sinks: tokens to mark.
-    """
+    """Draw one row of tokens per residual layer or head output, coloured (rows, tokens, 3) from 0 to 255."""
     texts = [token_names(tokens)] * len(names)
     image = {"type": "image", "z": colours, "text": texts, "hovertemplate": "%{text}<extra></extra>"}
-    rows = {
-        "tickmode": "array",
-        "tickvals": list(range(len(names))),
-        "ticktext": list(map(for_plotly, names)),
-    }
+    rows = {"tickvals": list(range(len(names))), "ticktext": list(map(for_plotly, names))}
     bare = {"showgrid": False, "zeroline": False}
     layout = {
         "xaxis": token_axis(tokens, sinks) | bare | {"type": "linear"},
@@ -152,11 +117,7 @@ def coloured(
 
 
 def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str], names: Sequence[str]) -> go.Figure:
-    """Draw tokens on two principal components, coloured by the sink that caught them.
-
-    Args:
-        scores: (tokens, 2). groups: of each token. names: all groups, in order.
-    """
+    """Draw tokens on two principal components, (tokens, 2), coloured by their group: the sink that caught them."""
     hover_texts, group_of = np.array(token_names(tokens)), np.array(groups)
     traces = []
     for name, colour in zip(names, itertools.cycle(style.CATEGORIES), strict=False):
