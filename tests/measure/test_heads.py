@@ -23,8 +23,7 @@ from theodolite.measure.head_roles import (
 )
 from theodolite.measure.heads import examples_table, sinks_table
 from theodolite.measure.localization import layer_spectra
-from theodolite.measure.position import GroupedBasis
-from theodolite.measure.positional import argmax_property, positional_heads, qk_low_frequency
+from theodolite.measure.position import GroupedBasis, argmax_property, positional_heads, qk_low_frequency
 from theodolite.models.weights.head_weights import EXACT, HeadWeights
 from theodolite.passes.survey import survey
 
@@ -73,7 +72,7 @@ def test_every_role_is_read_off_a_column_of_its_own():
     assert len({role.column for role in ROLES}) == len(ROLES)
     assert set(COMMON_ROLES) == set(ROLES) - {LEARNED_SINK, END_TOKEN_SINK}
     assert {role.column for role in COMMON_ROLES} <= set(make_survey().heads.columns)
-    assert {pattern.role for pattern in ATTENTION_PATTERNS.values()} == set(PATTERN_ROLES)
+    assert set(ATTENTION_PATTERNS.values()) == set(PATTERN_ROLES)
 
 
 HEADS, WIDTH, HEAD_WIDTH = 3, 12, 4

@@ -11,8 +11,7 @@ from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
 from theodolite.measure.contexts import context_columns
-from theodolite.measure.geometry import stream_columns
-from theodolite.measure.outliers import outliers_table, typical_sizes
+from theodolite.measure.geometry import outliers_table, stream_columns, typical_sizes
 from theodolite.measure.position import position_columns, sketched_moment
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.theory.unbiased import Jackknifed, leaving_out

@@ -19,10 +19,7 @@ COLUMNS = ("layer", "part", "context", "position", "token_id", "occurrences", "k
 
 
 class Marked:
-    """Occurrences by layer, part, number of the context, position and token.
-
-    State: keys (marks, 5), each once, in ascending order.
-    """
+    """Occurrences by layer, part, number of the context, position and token: keys (marks, 5), each once, ascending."""
 
     def __init__(self) -> None:
         self._keys = [torch.zeros(0, 5, dtype=torch.int64)]
@@ -54,10 +51,7 @@ def context_key(ids: Int[Tensor, " positions"]) -> int:
 
 
 def marked_places(state: State, contexts: Iterable[Int[Tensor, " positions"]]) -> Int[Tensor, "places 7"]:
-    """Tabulate by `COLUMNS` what was marked in these contexts, with how often its token stands in the text.
-
-    Occurrences at position 0 are counted apart: 0 for what is marked there.
-    """
+    """Tabulate by `COLUMNS` what was marked in these contexts; occurrences are counted after position 0, 0 there."""
     contexts = list(contexts)
     layer, part, context, position, token = state["keys"].unbind(dim=1)
     counts = torch.bincount(

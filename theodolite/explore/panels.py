@@ -26,7 +26,7 @@ from theodolite.corpus.cutting import contexts_of_one_length
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.estimates import Floats
 from theodolite.explore.subject import MOST_TOKENS, Subject, Tags, ids_of_text
-from theodolite.measure.head_matrices import MOST_POSITIONS
+from theodolite.measure.constituents import MOST_POSITIONS
 from theodolite.measure.head_roles import (
     LEARNED_SINK,
     PREVIOUS_TOKEN,

@@ -1,7 +1,4 @@
-"""Find heads by their attention on repeated random tokens, and the constituents of their logits that cause it.
-
-Composes passes of the model with `measure.attribution`; knows no formula.
-"""
+"""Find heads by their attention on repeated random tokens, and the constituents of their logits that cause it."""
 
 from __future__ import annotations
 
@@ -58,24 +55,23 @@ def repeated_sequences(length: int) -> int:
 class PatternPass:
     """Scores of every head on repeated random tokens, and the causes of the attention of those that follow a pattern.
 
-    The sequences are random tokens, twice, with what the tokenizer puts around every context: T tokens in all, or
-    one less, but `LONGEST` at most. "induction" is mean attention from the second copy to the token after the first,
+    The sequences are random tokens, twice, with what the tokenizer puts around every context: T tokens in all, or one
+    less, but `LONGEST` at most. "induction" is mean attention from the second copy to the token after the first,
     "previous" from all but the first position to the one before, "same" from the second copy to the same token of the
-    first. With `mean` and `pos`, the heads that follow a pattern most are scored with each group of constituents of
-    their logits only, and without it. A head is attributed as its layer is read if it is among the best so far.
+    first. With `means`, the heads that follow a pattern most are scored with each group of constituents of their logits
+    only, and without it. A head is attributed as its layer is read if it is among the best so far.
 
     State: scores (L, patterns, H), means over the sequences, and without (L, patterns, H, sequences), what they are
-    without each, NaN where there is no room for two copies of two tokens, and of heads that are not; with `mean`
+    without each, NaN where there is no room for two copies of two tokens, and of heads that are not; with `means`
     numbers (rows, 9), the columns of `measure.attribution.COLUMNS`, patterns and groups as numbers. Notes: `refused`,
     layer → why its logits could not be split.
 
     Args:
         model, seed: whose heads, and of the sequences.
         length: of the text's contexts, T.
-        means: gives μ (2, d) and the positional basis (2, T, d) of a residual layer, of another text: the means over
-            repeated sequences repeat what came by chance in both copies, and would pass it off as position. They are of
-            either half of its contexts, one for queries and one for keys, so that their noise is in no product with
-            itself.
+        means: gives μ (2, d) and the positional basis (2, T, d) of a residual layer, of another text: what came by
+            chance in both copies of a sequence would pass for position. They are of either half of its contexts, one
+            for queries and one for keys, so that their noise is in no product with itself.
     """
 
     def __init__(
@@ -185,17 +181,11 @@ def _rows(
     key = split.key[:, :, [head // grouped for head in heads]]
     some = slice(ATTRIBUTED_SEQUENCES)
     inputs = split.inputs.of_heads(heads).of_contexts(some)
-    attribution = attribute(split.query[:, some, heads], key[:, some], inputs, patterns)
+    of = attribute(split.query[:, some, heads], key[:, some], inputs, patterns)
     rows = []
     for head, pattern in chosen:
-        place = heads.index(head)
+        at = (pattern, heads.index(head))
         for group in range(len(ATTRIBUTED)):
-            measured = (
-                attribution.share[group, place],
-                attribution.only[group, pattern, place],
-                attribution.without[group, pattern, place],
-                attribution.uniform[pattern, place],
-            )
-            score = float(attribution.score[pattern, place])
-            rows.append([layer_pass.layer, head, pattern, score, group, *map(float, measured)])
+            numbers = of.share[group, at[1]], of.only[group][at], of.without[group][at], of.uniform[at]
+            rows.append([layer_pass.layer, head, pattern, float(of.score[at]), group, *map(float, numbers)])
     return rows

@@ -16,8 +16,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import Groups
 from theodolite.errors import WorkError
 from theodolite.measure.constituents import share_sums
-from theodolite.measure.position import CUTOFFS
-from theodolite.measure.positional import qk_low_frequency
+from theodolite.measure.position import CUTOFFS, qk_low_frequency
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.query_key_parts import (
@@ -49,8 +48,7 @@ class SharesPass:
     zeros. Notes: `refused`, layer → why it could not be split, and `heads`, how many each layer has.
 
     Args:
-        model, corpus: of whose contexts `sample_of` takes some.
-        seed: of the sample.
+        model, corpus: of whose contexts `sample_of`, with the `seed`, takes some.
         means: the state of `Means`, of all contexts.
         streams: of `KeptStreams` of the sample: one of its contexts runs through the model, for how each layer is
             called, and the others' queries and keys are made of their streams.
@@ -182,10 +180,10 @@ def split_contexts(length: int) -> int:
 
 
 def sample_of(corpus: Corpus, seed: int) -> Int[Tensor, " sampled"]:
-    """Draw a seeded sample of at most `split_contexts` contexts, by number and in their order.
+    """Draw a seeded sample of at most `split_contexts` contexts, by number and in their order, as many of each group.
 
-    As many of each group of contexts as there are. Of contexts of unlike lengths, one of those that have as many tokens
-    as the mean, or more: the energy of the shortest is all of low frequency.
+    Of contexts of unlike lengths those at least as long as the mean: the energy of the shortest is all of low
+    frequency.
     """
     contexts, length = corpus.contexts.shape
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))

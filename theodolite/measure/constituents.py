@@ -1,17 +1,20 @@
 """Split logits by the parts of queries and keys, and measure how much of the logits' variance each carries.
 
-The logit of a query and a key is bilinear in them, so it splits into the products of their parts, the
-constituents of Song & Zhong 2024, section 5.2 (there called QK constituents). Nothing here sees a model.
+The logit of a query and a key is bilinear in them, so it splits into the products of their parts, the constituents of
+Song & Zhong 2024, section 5.2 (there called QK constituents).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Float64
+from numpy.typing import NDArray
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, each_part
@@ -39,15 +42,23 @@ GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
     "cvec-cvec": (("cvec", "cvec"),),
 }
 """Sums of constituents, each with its sides (query, key): what needs the position and nothing of the context, the
-reverse, both, or neither. A mean or a bias is on either side of most of what a head computes, so it goes with what
-is on the other side. The last two are the paper's own constituents, without mean and bias."""
+reverse, both, or neither; a mean or a bias goes with what is on the other side. The last two are the paper's own
+constituents, without mean and bias."""
 
 DISJOINT = ("position", "context", "cross", "constant")
 """Those of `GROUPS` that share nothing and leave out nothing."""
 
-ADDITIVE = "additive"
-"""What a bias on the logits adds, which is of neither query nor key."""
+ADDITIVE, QK, ATTENTION, CONSTANT = "additive", "QK", "attention", "constant"
+"""Matrices of a head besides products of its parts: a bias on its logits, the logits, attention; and the parts mean and
+bias together."""
 
+
+MOST_POSITIONS = 128
+"""Positions shown: seven panels of so many squared are under a megabyte of page."""
+
+
+WITH_CONSTANTS = {sides: name for name in ("position", "context", CONSTANT) for sides in GROUPS[name]}
+"""Matrices that mean and bias are within, by what is on the other side; all others are named after their sides."""
 
 MOST_QUERIES = 256
 """Whose logits are summed, one of each of as many stretches of a context."""
@@ -57,21 +68,20 @@ MOST_QUERIES = 256
 class Constituents:
     """One layer's logits, split by the parts of the query's and of the key's hidden state.
 
-    With part a of the query and b of the key, `logits[h, a, b, i, j] = scaling · query[a, h, i] · key[b, h, j]`,
-    and over all a and b, with `additive` (ALiBi or another bias on logits; zeros without), they sum to `total`,
-    the model's own logits before its softmax. Where the family caps its logits, they are those before the cap;
-    learned sink columns belong to no key and are left out. Logits of pairs that `visible` hides are given too.
+    With part a of the query and b of the key, `logits[h, a, b, i, j] = scaling · query[a, h, i] · key[b, h, j]`, and
+    over all a and b, with `additive` (ALiBi or another bias on logits; zeros without), they sum to `total`, the model's
+    own logits before its softmax and any cap; learned sink columns belong to no key and are left out. Logits of pairs
+    that `visible` hides are given too.
 
-    `logits`, `additive`, `total`, `attention` and `visible` of a single context lead with heads; of several
-    contexts, with contexts, then heads. All are computed when asked for, in float64; `logits` takes parts² · T²
-    numbers a head, so ask `logits_of(head)` where that is much.
+    All are computed when asked for, in float64, and lead with contexts, where there are several, then heads; `logits`
+    takes parts² · T² numbers a head, so ask `logits_of(head)` where that is much.
 
     Attributes:
         names: of the parts; "mean", "pos", "ctx", "resid" and "bias" unless made coarser.
         query, key: parts of queries and keys after rotation, grouped keys repeated for their query heads.
         inputs: what the model's attention was given.
-        rounding: relative difference of the parts, each computed by itself, from the model's own queries and
-            keys; it is of the size of the dtype's rounding, and has been put into "resid".
+        rounding: relative difference of the parts, each computed by itself, from the model's own queries and keys; it
+            is of the size of the dtype's rounding, and has been put into "resid".
     """
 
     names: tuple[str, ...]
@@ -138,20 +148,14 @@ class Constituents:
 
 @dataclass(frozen=True)
 class ShareSums:
-    """Sums whose ratios are shares of logit variance; one row a context, so that contexts can be resampled.
-
-    share = Σ products / Σ total: over all contexts, or over some of them.
-    """
+    """Sums by context whose ratios are shares of logit variance: Σ products / Σ total over some contexts."""
 
     products: Float64[Tensor, "*layers contexts heads query_parts key_parts"]
     additive: Float64[Tensor, "*layers contexts heads"]
     total: Float64[Tensor, "*layers contexts heads"]
 
     def shares(self) -> tuple[Jackknifed, Jackknifed]:
-        """Compute shares (…, H, parts, parts) and the additive bias's (…, H), of all contexts and without each.
-
-        They sum to 1, and are NaN for constant logits; without the only context, too.
-        """
+        """Compute shares (…, H, parts, parts) and the additive bias's (…, H), which sum to 1 (constant logits: NaN)."""
         total = self.total.movedim(-2, 0)
         of_pairs = ratio(self.products.movedim(-4, 0), total[..., None, None])
         return of_pairs, ratio(self.additive.movedim(-2, 0), total)
@@ -166,12 +170,11 @@ def share_sums(
 ) -> ShareSums:
     """Sum what each constituent adds to the variance of the logits, by context; softmax-invariant.
 
-    Each row of logits is centred over the keys that its query sees, as the softmax takes no notice of what is
-    common to a row; a constituent's product with the centred whole, summed over keys and rows, then adds up
-    over constituents to the sum of squares of the whole. Logits are those before a cap. Position 0, whose
-    token is an outlier in most models, is left out as a query and as a key (of an image all tokens before its patches,
-    `leading`), and so are `trailing` special tokens at the end. Of longer contexts `MOST_QUERIES` queries are summed,
-    and all their keys. No T×T matrix is kept.
+    Each row of logits is centred over the keys that its query sees, as the softmax takes no notice of what is common to
+    a row; a constituent's product with the centred whole, summed over keys and rows, then adds up over constituents to
+    the sum of squares of the whole. Logits are those before a cap. Position 0, whose token is an outlier in most
+    models, is left out as a query and as a key (of an image all `leading` tokens before its patches), and so are
+    `trailing` special tokens at the end. Of longer contexts `MOST_QUERIES` queries are summed, and all their keys.
     """
 
     keys = slice(leading, inputs.key.shape[2] - trailing)
@@ -214,29 +217,30 @@ def _share_sums(query: Tensor, key: Tensor, inputs: AttentionInputs, keys: slice
     return ShareSums(products.cpu(), additive.cpu(), total.cpu())
 
 
-_SHARES = {
-    "position": (
+_SHARES = (
+    (
+        "position",
         "Share of the logits' variance across keys that depends on position only: pos on one side or both, mean or "
         "bias on the other. Negative: it cancels other constituents.",
         "",
     ),
-    "context": (
+    (
+        "context",
         "The share that depends on context only, with mean or bias on the other side.",
         "Context is ctx and resid together, cvec.",
     ),
-    "cross": (
-        "The share with position on one side and context on the other.",
-        "pos × cvec and cvec × pos.",
-    ),
-    "constant": (
+    ("cross", "The share with position on one side and context on the other.", "pos × cvec and cvec × pos."),
+    (
+        "constant",
         "The share with mean or bias on both sides: it depends on no token; with RoPE, on relative distance.",
         "It varies along a row by the norm's scale of each token.",
     ),
-    "additive": (
+    (
+        "additive",
         "The share of a bias that the model adds to its logits, such as ALiBi.",
         "The five shares add up to 1.",
     ),
-}
+)
 
 
 @gives(
@@ -244,7 +248,8 @@ _SHARES = {
         Column(
             "heads",
             f"share_{part}",
-            *described,
+            meaning,
+            formula,
             f"{SONG}, section 5.2",
             f"logit share: {'both' if part == 'cross' else part}",
             range=BALANCE,
@@ -252,7 +257,7 @@ _SHARES = {
             rare=part == ADDITIVE,
             error="each context of the sample left out in turn (jackknife)",
         )
-        for part, described in _SHARES.items()
+        for part, meaning, formula in _SHARES
     )
 )
 def share_columns(shares: State, refused: Collection[str]) -> dict[str, Jackknifed]:
@@ -264,9 +269,9 @@ def share_columns(shares: State, refused: Collection[str]) -> dict[str, Jackknif
     values, without = grouped(of_pairs.value), grouped(of_pairs.without)
     columns = {name: Jackknifed(values[name], without[name]) for name in DISJOINT} | {ADDITIVE: additive}
     split = torch.tensor([str(layer) not in refused for layer in range(len(additive.value))])
+    known = {name: column.where(split[:, None]) for name, column in columns.items()}
     return {
-        f"share_{name}": Jackknifed(column.value.flatten(), column.without.flatten(1))
-        for name, column in ((name, column.where(split[:, None])) for name, column in columns.items())
+        f"share_{name}": Jackknifed(of.value.flatten(), of.without.flatten(1)) for name, of in known.items()
     }
 
 
@@ -290,7 +295,6 @@ def share_columns(shares: State, refused: Collection[str]) -> dict[str, Jackknif
         "Rows centred over the keys that they see, Σ constituent · logit / Σ logit²; before any cap, position 0 left "
         "out as query and key. Shares of a head sum to 1; one may be negative.",
         f"{SONG}, section 5.2",
-        range=BALANCE,
     ),
     Column(
         "constituents", "standard_error", "Of the share, from leaving out one context at a time (jackknife)."
@@ -337,3 +341,94 @@ def paired_groups() -> dict[str, list[tuple[int, int]]]:
         ]
         for name, sides in GROUPS.items()
     }
+
+
+@dataclass(frozen=True)
+class HeadMatrix:
+    """A matrix of a head: values (n, n) of queries by keys, NaN where the query does not see the key.
+
+    `share`: of the variance of the logits that the softmax sees; NaN for attention, and where logits do not vary.
+    """
+
+    name: str
+    values: NDArray[np.float64]
+    share: float
+
+
+def head_matrices(
+    split: Constituents, head: int, *, context: int = 0, first: int = 1, raw: bool = False
+) -> list[HeadMatrix]:
+    """Compute a head's four constituents, what is in neither, their sum, and the attention.
+
+    "position" is pos × pos with the pairs of pos and a constant part (mean or bias), "context" the same of cvec;
+    "constant" has the pairs of constant parts, "additive" is there where the family adds a bias to its logits.
+    They sum to "QK", the model's own logits before a cap. `raw`, as published: "pos-pos" and "cvec-cvec"
+    without the constant parts, which are then all in "constant".
+
+    Args:
+        split: from `constituents`, or made coarser into "pos", "cvec" and "constant".
+        head, context: which.
+        first: the first position shown, as query and key; `MOST_POSITIONS` are shown at most.
+        raw: the logits as they are, and constant parts apart; else every row less its mean over the keys that
+            the query sees (without position 0, unless it is shown), which the softmax does not notice.
+
+    Shares are those of a survey: over all positions but position 0, whatever is shown.
+
+    Raises:
+        UsageError: no such head, context or position, or a split into other parts.
+    """
+    of_head = _single_head(split, head, context)
+    length = of_head.query.shape[3]
+    if not 0 <= first < length:
+        raise UsageError(f"position {first} does not exist: this context has positions 0 to {length - 1}")
+    sums = share_sums(of_head.query, of_head.key, of_head.inputs)
+    shares, additive_share = (of.value for of in sums.shares())
+    matrices: dict[str, Tensor] = {}
+    shares_of: dict[str, float] = {}
+    logits = of_head.logits_of(0).cpu()
+    for a, query in enumerate(of_head.names):
+        for b, key in enumerate(of_head.names):
+            name = f"{query}-{key}"
+            if not raw:
+                name = WITH_CONSTANTS.get((query, key), name)
+            elif CONSTANT in (query, key):
+                name = CONSTANT
+            matrices[name] = matrices.get(name, 0) + logits[a, b]
+            shares_of[name] = shares_of.get(name, 0.0) + float(shares[0, a, b])
+    if of_head.inputs.bias is not None:
+        matrices[ADDITIVE], shares_of[ADDITIVE] = of_head.additive[0].cpu(), float(additive_share[0])
+    matrices[QK], shares_of[QK] = of_head.total[0].cpu(), float(sum(shares_of.values()))
+    visible = of_head.visible[0].cpu()
+    if not raw:
+        over = visible.clone()
+        over[:, : min(first, 1)] = False
+        count = over.sum(-1, keepdim=True).clamp_min(1)
+        matrices = {name: of - (of * over).sum(-1, keepdim=True) / count for name, of in matrices.items()}
+    matrices[ATTENTION] = of_head.attention[0].cpu()
+    window = slice(first, first + MOST_POSITIONS)
+    return [
+        HeadMatrix(
+            name, of.masked_fill(~visible, math.nan)[window, window].numpy(), shares_of.get(name, math.nan)
+        )
+        for name, of in matrices.items()
+    ]
+
+
+def _single_head(split: Constituents, head: int, context: int) -> Constituents:
+    """Split one context and head into position, context and constants."""
+    _, contexts, heads, _, _ = split.query.shape
+    if not 0 <= head < heads:
+        raise UsageError(f"head {head} does not exist: this layer has heads 0 to {heads - 1}")
+    if not 0 <= context < contexts:
+        raise UsageError(f"context {context} does not exist: the split has contexts 0 to {contexts - 1}")
+    if split.names == PARTS:
+        split = split.coarse()
+    if set(split.names) != {"pos", "cvec", CONSTANT}:
+        raise UsageError(
+            f"the parts are {', '.join(split.names)}: give all of them, or pos, cvec and constant"
+        )
+    own = slice(context, context + 1)
+    inputs = split.inputs.of_heads([head]).of_contexts(own)
+    inputs = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
+    query, key = (side[:, own, head : head + 1] for side in (split.query, split.key))
+    return replace(split, query=query, key=key, inputs=inputs)

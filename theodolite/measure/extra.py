@@ -1,7 +1,4 @@
-"""A measurement that brings its own sums: an accumulator that a survey feeds, and the columns that it makes of them.
-
-It is given as `survey(…, extra=[…])`.
-"""
+"""A measurement that brings its own sums: an accumulator that a survey feeds, and the columns that it makes of them."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from theodolite.measure.column import OPEN_TABLES, Column
 
 
 class Extra(LayerSums, ABC):
-    """Sums over a text that add columns to the tables of a survey.
+    """Sums over a text that add columns to the tables of a survey, which is given them as `survey(…, extra=[…])`.
 
     A subclass declares its columns, gives `LayerSums.__init__` its tensors (one a residual layer, or one a block), sums
     in those of `stream`, `attention_input` and `attention` that it needs, and says what comes of it in `columns`. The
@@ -50,8 +47,8 @@ class Extra(LayerSums, ABC):
 def check_extra(extra: Sequence[Extra], taken: Callable[[str], set[str]]) -> None:
     """Raise `UsageError` where one cannot be summed or told apart by name, or has columns that are `taken`."""
     for accumulator in extra:
-        kind = type(accumulator).__name__
         if not isinstance(accumulator, Extra):
+            kind = type(accumulator).__name__
             raise UsageError(
                 f"extra: {kind} is no accumulator: derive its class from Extra, and give an instance"
             )
@@ -59,27 +56,18 @@ def check_extra(extra: Sequence[Extra], taken: Callable[[str], set[str]]) -> Non
     if twice := [name for name, count in names.items() if count > 1]:
         raise UsageError(f"extra: two accumulators are called {twice[0]!r}: give each a name of its own")
     names_of = {table: taken(table) for table in OPEN_TABLES}
-    for accumulator in extra:
-        for column in accumulator.declared:
-            if column.table not in OPEN_TABLES:
-                raise UsageError(
-                    f"{accumulator.name} declares columns of {column.table!r}: declare them of 'layers' or 'heads'"
-                )
-            if clash := names_of[column.table] & set(column.columns):
-                raise UsageError(
-                    f"{accumulator.name}: the table of {column.table} has a column {min(clash)!r} already"
-                )
-            names_of[column.table] |= set(column.columns)
+    for name, table, columns in ((e.name, c.table, set(c.columns)) for e in extra for c in e.declared):
+        if table not in OPEN_TABLES:
+            raise UsageError(f"{name} declares columns of {table!r}: declare them of 'layers' or 'heads'")
+        if clash := names_of[table] & columns:
+            raise UsageError(f"{name}: the table of {table} has a column {min(clash)!r} already")
+        names_of[table] |= columns
 
 
 def extra_columns(
     extra: Sequence[Extra], state_of: Callable[[str], State], rows: dict[str, int]
 ) -> dict[str, dict[str, Sequence[float]]]:
-    """Collect the values of all accumulators from the states by their names: table → column → values.
-
-    Raises:
-        UsageError: a column is not declared, or does not have a value for each row.
-    """
+    """Collect all values, table → column → values; `UsageError` for a column not declared, or of other length."""
     tables: dict[str, dict[str, Sequence[float]]] = {table: {} for table in OPEN_TABLES}
     for accumulator in extra:
         table_of = {name: column.table for column in accumulator.declared for name in column.columns}

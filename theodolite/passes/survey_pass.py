@@ -1,7 +1,4 @@
-"""The corpus pass of a survey: all accumulators, fed by one forward pass a batch.
-
-Nothing is measured here; `tabulate.py` turns what they leave into tables.
-"""
+"""The corpus pass of a survey: all accumulators, fed by one forward pass a batch."""
 
 from __future__ import annotations
 
@@ -12,13 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from theodolite.accumulate.attention import AttentionStatistics, Tokens
-from theodolite.accumulate.massive import MassiveTokens, massive_tokens, without
-from theodolite.accumulate.means import Means, Sample
-from theodolite.accumulate.outliers import OutlierCounts
-from theodolite.accumulate.query_keys import QueryKeyMoments
+from theodolite.accumulate.attention import AttentionStatistics, QueryKeyMoments, Tokens
+from theodolite.accumulate.means import KeptStreams, Means, Sample
+from theodolite.accumulate.outliers import MassiveTokens, OutlierCounts, massive_tokens, without
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
-from theodolite.accumulate.streams import KeptStreams
 from theodolite.accumulate.sums import LayerSums, State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
@@ -28,8 +22,7 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import CorpusPass, refuse_nonfinite_stream
 
-SAMPLED_CONTEXTS = 1024
-SAMPLED_BYTES = 1 << 27
+SAMPLED_CONTEXTS, SAMPLED_BYTES = 1024, 1 << 27
 """Context vectors are kept for at most so many contexts, or as many as fit in 128 MiB."""
 
 SAMPLED_TOKENS = 512
@@ -50,8 +43,7 @@ class MeansPass(CorpusPass):
         length = corpus.contexts.shape[1]
         self.leading = corpus.leading
         self.trailing = corpus.trailing(model.tokenizer)
-        nothing = torch.empty(0, dtype=torch.int64)
-        self.sample = Sample(torch.full((self.total,), -1), nothing, nothing)
+        self.sample = Sample(torch.full((self.total,), -1), *torch.empty(2, 0, dtype=torch.int64))
         if self._keeps_sample:
             self.sample = choose_sample(model, corpus, self.trailing, seed)
         self.means = Means(model.layers + 1, length, model.width, self.sample, self.trailing, self.leading)
@@ -68,7 +60,6 @@ class MeansPass(CorpusPass):
         self._first = first
 
     def _text(self, hidden: Tensor) -> slice:
-        """Return the positions without position 0 (or all before an image's patches) and special tokens at the end."""
         return slice(self.leading, hidden.shape[1] - self.trailing)
 
     def stream(self, layer: int, hidden: Tensor) -> None:
@@ -90,10 +81,9 @@ class HeadsPass(MeansPass):
         super().__init__(model, corpus, seed, batch)
         contexts, length = corpus.contexts.shape
         self.inputs = self._moments(model.layers, model.structure.attention_width)
-        examples = min(self._examples, contexts)
+        sizes = model.layers, model.heads, length, contexts, min(self._examples, contexts)
         self.attention_statistics = AttentionStatistics(
-            *(model.layers, model.heads, length, contexts, examples, self.trailing, self.leading),
-            pictured=corpus.pictured is not None,
+            *sizes, self.trailing, self.leading, pictured=corpus.pictured is not None
         )
         self._tokens: Tokens | None = None
 
@@ -150,16 +140,9 @@ class SurveyPass(HeadsPass):
     @property
     def accumulators(self) -> dict[str, LayerSums]:
         """The accumulators by name."""
-        own: dict[str, LayerSums] = {
-            "residual": self.residual,
-            "sketches": self.sketches,
-            "massive": self.massive,
-            "streams": self.streams,
-            "query_keys": self.query_keys,
-            "outliers": self.outliers,
-        }
-        added = {f"extra.{extra.name}": extra for extra in self.extra}
-        return super().accumulators | own | added
+        names = ("residual", "sketches", "massive", "streams", "query_keys", "outliers")
+        own = super().accumulators | {name: getattr(self, name) for name in names}
+        return own | {f"extra.{extra.name}": extra for extra in self.extra}
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
@@ -192,10 +175,7 @@ class SurveyPass(HeadsPass):
 
 
 def choose_sample(model: OpenModel, corpus: Corpus, trailing: int, seed: int) -> Sample:
-    """Draw a seeded sample of contexts whose means are kept, and of single tokens.
-
-    `trailing` special tokens at the end of each context are no such tokens.
-    """
+    """Draw a seeded sample of contexts whose means are kept, and of single tokens, none of `trailing` special ones."""
     contexts, length = corpus.contexts.shape
     leading = corpus.leading
     generator = torch.Generator().manual_seed(seed)

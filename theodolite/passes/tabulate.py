@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.accumulate.means import Sample, decomposed_means
+from theodolite.accumulate.means import Sample
 from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
@@ -24,7 +24,6 @@ from theodolite.measure.catalogue import EXTRA_COLUMNS, declared, measurements
 from theodolite.measure.column import WITHOUT
 from theodolite.measure.extra import Extra, extra_columns
 from theodolite.measure.heads import head_rows, heads_that_are
-from theodolite.models.weights.head_weights import EXACT
 from theodolite.passes.run import Run
 from theodolite.system.mapped import forget
 from theodolite.theory.unbiased import Jackknifed
@@ -34,8 +33,7 @@ from theodolite.theory.unbiased import Jackknifed
 class Facts:
     """Facts on the model and the text that the tables need besides what was summed; without a corpus nothing was read.
 
-    `text` is that of a token id, `sample` the contexts and tokens whose vectors were kept, and `examples` the token ids
-    of the contexts that are shown.
+    `text` is that of a token id, `sample` what vectors were kept, `examples` the ids of the contexts that are shown.
     """
 
     provenance: dict[str, Any]
@@ -51,6 +49,7 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
     columns: dict[str, dict[str, Any]] = {"layers": {}, "heads": {}}
     tables: dict[str, pd.DataFrame] = {}
     arrays: dict[str, Tensor] = {}
+    rows = head_rows(inputs["heads_of"])
     for measurement in measurements():
         parameters = inspect.signature(measurement.function).parameters.values()
         if any(need.name not in inputs and need.default is need.empty for need in parameters):
@@ -74,13 +73,12 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
             elif name in table_of:
                 columns[table_of[name]][name] = values
             else:
-                arrays[name] = inputs[name] = values
+                arrays[name] = values
     for table, values in added_columns(states, extra).items():
         columns[table] |= values
     tables["layers"] = pd.DataFrame(_in_order("layers", columns))
     tables["heads"] = heads_that_are(_in_order("heads", columns), inputs["heads_of"])
-    for name in [name for name in arrays if name.startswith("heads.")]:
-        arrays[name] = arrays[name][:, head_rows(inputs["heads_of"])]
+    arrays |= {name: of[:, rows] for name, of in arrays.items() if name.startswith("heads.")}
     return Run(**tables, arrays=arrays, provenance=_provenance(states, facts, extra))
 
 
@@ -96,10 +94,8 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
     inputs: dict[str, Any] = {
         "weights": states.of("weights"),
         "spectrum_of": notes["spectrum_of"],
-        "exact": [kind == EXACT for kind in notes["spectrum_of"]],
         "scalings": notes["scaling"],
         "heads_of": notes["heads"],
-        "most_heads": max(notes["heads"]),
     }
     if patterns := states.of("patterns"):
         inputs |= {"patterns": patterns} | ({"attribution": patterns} if "numbers" in patterns else {})
@@ -108,12 +104,10 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
     corpus = facts.corpus
     assert corpus is not None
     trailing = facts.provenance["corpus"]["trailing_special_tokens"]
-    mu, pos, _ = decomposed_means(states.of("corpus.means"), trailing, corpus.leading)
     inputs |= {
         "attention": states.of("corpus.attention"),
         "means": means_of_text(states, trailing),
-        "mu": mu,
-        "pos": pos,
+        "whole_means": states.of("corpus.means"),
         "length": corpus.contexts.shape[1],
         "trailing": trailing,
         "leading": corpus.leading,
@@ -133,8 +127,8 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
         pixels = corpus.images.pixels(slice(0, len(facts.examples)))
         inputs["pictures"] = corpus.images.reader.shown(pixels)
     of_text = "residual", "sketches", "outliers", "massive", "query_keys"
-    inputs |= {name: states.of(f"corpus.{name}") for name in of_text}
     return inputs | {
+        **{name: states.of(f"corpus.{name}") for name in of_text},
         "gram_norm": inputs["attention"]["gram_norm"],
         "sample": facts.sample,
         "labels": labels[facts.sample.kept],
@@ -151,7 +145,6 @@ def _provenance(states: States, facts: Facts, extra: Sequence[Extra]) -> dict[st
         added["wall_seconds"] = states.seconds
     if states.of("corpus.residual"):
         refused = states.notes["patterns"]["refused"] | states.notes["shares"]["refused"]
-        # Why logits were not split
         added["constituents_refused"] = {layer: refused[layer] for layer in sorted(refused, key=int)}
     if extra:
         added[EXTRA_COLUMNS] = [column.to_json() for one in extra for column in one.declared]
@@ -159,11 +152,7 @@ def _provenance(states: States, facts: Facts, extra: Sequence[Extra]) -> dict[st
 
 
 def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str, Sequence[float]]]:
-    """Compute the columns of the caller's accumulators, once the text is read.
-
-    Raises:
-        UsageError: a column is not declared, or does not have a value for each row.
-    """
+    """Compute the columns of the caller's accumulators, once the text is read; errors are those of `extra_columns`."""
     if not states.of("corpus.residual"):
         return {}
     layers, heads = states.of("corpus.attention")["entropy"].shape[:2]

@@ -13,8 +13,7 @@ from torch.nn import functional
 from theodolite.accumulate.second_moments import covariance
 from theodolite.accumulate.sums import State
 from theodolite.measure.localization import layer_spectra
-from theodolite.measure.position import CUTOFFS, grouped_basis
-from theodolite.measure.positional import positional_heads
+from theodolite.measure.position import CUTOFFS, grouped_basis, positional_heads
 from theodolite.models import OpenModel
 from theodolite.models.calls import NotAffine
 from theodolite.models.guard import measures
@@ -40,9 +39,8 @@ class WeightsPass:
     """Spectra, moments and norms of every head, and what heads make of the positional basis.
 
     State: `measure.localization.layer_spectra` of all layers, stacked; with `means` the argmax_property (L, H) and
-    pwp_shares (L, H, cutoffs, 1 + groups), of all groups of contexts and without each, of
-    `measure.positional.positional_heads`; NaN where a layer does not attend or has fewer or narrower heads than another
-    one. Notes: `spectrum_of`, `scaling` and `heads`, a value a layer.
+    pwp_shares (L, H, cutoffs, 1 + groups), of all groups of contexts and without each; NaN where a layer does not
+    attend or has fewer or narrower heads than another. Notes: `spectrum_of`, `scaling` and `heads`, a value a layer.
 
     Args:
         inputs: the state of `SecondMoments` of what attention reads, for the columns with suffix `_data`.
@@ -53,7 +51,6 @@ class WeightsPass:
     def __init__(
         self,
         model: OpenModel,
-        *,
         inputs: State | None = None,
         means: State | None = None,
         leading: int = 1,
@@ -91,26 +88,24 @@ class WeightsPass:
 
     def _read(self, layer: int, weights: HeadWeights | None) -> None:
         model = self.model
-        heads = model.heads_of[layer]
         sigma = None if self.inputs is None else covariance(self.inputs, layer)
-        columns = layer_spectra(weights, sigma, heads, model.head_width)
-        self._keep(layer, columns, model.head_width)
+        of_heads = layer_spectra(weights, sigma, model.heads_of[layer], model.head_width)
         if self.means is not None:
-            self._keep(layer, self._positional(layer, weights, self.means))
-
-    def _keep(self, layer: int, of_heads: State, width: int | None = None) -> None:
-        """Put in a layer's values, of as many heads and dimensions as it has."""
+            of_heads |= self._positional(layer, weights, self.means)
         for name, values in of_heads.items():
             if name not in self._state:
-                sizes = (self.model.heads, *((width or values.shape[1],) if values.ndim > 1 else ()))
-                self._state[name] = values.new_full((self.total, *sizes, *values.shape[2:]), math.nan)
+                sizes = [model.heads, *values.shape[1:]]
+                if name.startswith("spectrum"):
+                    sizes[1] = model.head_width
+                self._state[name] = values.new_full((self.total, *sizes), math.nan)
             # Copied: a small tensor that is kept would pin the heap around it.
-            self._state[name][layer][tuple(slice(size) for size in values.shape)] = values
+            self._state[name][layer][tuple(map(slice, values.shape))] = values
 
     def _positional(self, layer: int, weights: HeadWeights | None, means: State) -> State:
         basis = grouped_basis(means, layer, self.leading, self.grid)
-        # They do not read the stream as it is
-        if weights is None or weights.w_q.shape[1] != basis.p.shape[2]:
+        if (
+            weights is None or weights.w_q.shape[1] != basis.p.shape[2]
+        ):  # they do not read the stream as it is
             empty = torch.full((self.model.heads_of[layer],), math.nan, dtype=torch.float64)
             uses = empty.new_full((len(empty), len(CUTOFFS), 1 + len(basis.p)), math.nan)
             return {"argmax_property": empty, "pwp_shares": uses}

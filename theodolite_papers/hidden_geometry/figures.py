@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from theodolite import Run
 from theodolite.errors import UsageError
 from theodolite.estimates import Floats
-from theodolite.measure.head_matrices import ADDITIVE
+from theodolite.measure.constituents import ADDITIVE
 from theodolite.report import style
 from theodolite.report.data import (
     array,
