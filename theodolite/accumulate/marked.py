@@ -11,8 +11,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 
-ANY = -1
-"""The part (head or dimension) of what is marked at position 0, where nearly every part is."""
+ANY = -1  # the part (head or dimension) of what is marked at position 0, where nearly every part is
 
 COLUMNS = ("layer", "part", "context", "position", "token_id", "occurrences", "key")
 """Of `marked_places`: `part` is a head or a dimension, `key` what knows the context again (`context_key`)."""

@@ -48,8 +48,7 @@ class Sample:
         return (self.slot >= 0).nonzero().flatten()
 
 
-BLOCK = 16
-"""Neighbouring positions that are in one half of a context; fewer in a text of under 64 tokens."""
+BLOCK = 16  # neighbouring positions that are in one half of a context; fewer in a text of under 64 tokens
 
 
 def halves_of_positions(length: int) -> Int[Tensor, " positions"]:

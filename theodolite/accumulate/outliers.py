@@ -193,8 +193,7 @@ class MassiveTokens(LayerSums):
 MOST_ROWS = 1_000_000
 """Massive activations are few. Thresholds that make so many of them would fill the memory with a list of them."""
 
-KEY = ("layer", "part", "dimension", "token_id", "first")
-"""What carriers are told apart by."""
+KEY = ("layer", "part", "dimension", "token_id", "first")  # what carriers are told apart by
 
 
 class Activations(LargeValues):

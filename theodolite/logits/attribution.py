@@ -34,17 +34,12 @@ LONGEST = 256
 """Repeated random sequences, of at most so many tokens each: 16, or at least 4 where these are more tokens. Six of 256
 tokens give SmolLM2's scores to 0.03. A model that turns positions by the length of a pass turns these by theirs."""
 
-ATTRIBUTED_SEQUENCES = 4
-"""Of them the first, on which heads are attributed."""
-
-BEST = 3
-"""So many heads of each pattern are attributed whatever their score."""
-
-MOST = 16
-"""And those that pay the pattern at least `STRONG` of their attention, up to so many heads a pattern."""
-
-Chosen = dict[int, list[tuple[int, int]]]
-"""Layer → (head, number of the pattern), in order."""
+ATTRIBUTED_SEQUENCES = 4  # of them the first, on which heads are attributed
+BEST = 3  # so many heads of each pattern are attributed whatever their score
+MOST = (
+    16  # and those that pay the pattern at least `STRONG` of their attention, up to so many heads a pattern
+)
+Chosen = dict[int, list[tuple[int, int]]]  # layer → (head, number of the pattern), in order
 
 
 def repeated_sequences(length: int) -> int:

@@ -15,8 +15,7 @@ from pandas.api.types import is_bool_dtype, is_integer_dtype, is_numeric_dtype, 
 from theodolite import measure
 from theodolite.measure.column import GROUPS, MEASUREMENTS, MODEL_INDICES, Array, Column, Measurement
 
-EXTRA_COLUMNS = "extra_columns"
-"""Under which a run's provenance has the declarations of a caller's columns."""
+EXTRA_COLUMNS = "extra_columns"  # under which a run's provenance has the declarations of a caller's columns
 
 
 @functools.cache

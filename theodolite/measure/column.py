@@ -41,8 +41,7 @@ GROUPS = (
 """The groups of the pickers, in their order; any other group follows."""
 
 SHARE, BALANCE = (0.0, 1.0), (-1.0, 1.0)
-AMOUNT, SIGNED = (0.0, math.inf), (-math.inf, math.inf)
-"""Ranges that many columns have."""
+AMOUNT, SIGNED = (0.0, math.inf), (-math.inf, math.inf)  # ranges that many columns have
 
 WITHOUT = ".without"
 """Ending of an array (8, rows): what a column is without each of 8 groups of contexts, as TABLE.COLUMN.without."""

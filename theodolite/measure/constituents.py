@@ -60,8 +60,7 @@ MOST_POSITIONS = 128
 WITH_CONSTANTS = {sides: name for name in ("position", "context", CONSTANT) for sides in GROUPS[name]}
 """Matrices that mean and bias are within, by what is on the other side; all others are named after their sides."""
 
-MOST_QUERIES = 256
-"""Whose logits are summed, one of each of as many stretches of a context."""
+MOST_QUERIES = 256  # whose logits are summed, one of each of as many stretches of a context
 
 
 @dataclass(frozen=True)
@@ -292,8 +291,8 @@ def share_columns(shares: State, refused: Collection[str]) -> dict[str, Jackknif
         "constituents",
         "share",
         "Share of the variance of the head's logits that the product of these parts carries.",
-        "Rows centred over the keys that they see, Σ constituent · logit / Σ logit²; before any cap, position 0 left "
-        "out as query and key. Shares of a head sum to 1; one may be negative.",
+        "Rows centred over the keys that they see, Σ constituent · logit / Σ logit²; before any cap, without position "
+        "0. Shares of a head sum to 1; one may be negative.",
         f"{SONG}, section 5.2",
     ),
     Column(

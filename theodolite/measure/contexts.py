@@ -33,9 +33,7 @@ from theodolite.system.processor import parallel_map
 from theodolite.theory.smoothness import Grid
 from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, product, together
 
-STARTS = 10
-"""Seeded starts of k-means, of which the tightest clustering is taken."""
-
+STARTS = 10  # seeded starts of k-means, of which the tightest clustering is taken
 
 _LIMITED = threading.Lock()
 
@@ -53,8 +51,7 @@ _SQUARED = (
         "incoherence_mean",
         "Root mean square cosine between positional and context vectors. Near 0: nearly orthogonal subspaces.",
         "√(Σ ⟨pos_t, u_c⟩⟨pos_t, v_c⟩ / Σ ‖pos_t‖² Σ ⟨u_c, v_c⟩), pos from two groups of contexts without c, u and v "
-        "the directions of ctx_c from either half of its positions; the square may be below 0, and the root keeps the "
-        "sign. The publication has mean |cosine| and the largest one, both of which sampling noise fills.",
+        "directions of ctx_c from either half; the root keeps the sign. Published: mean |cosine|, which noise fills.",
         title="incoherence",
         floor="incoherence_random",
         short="incoh.",
@@ -71,8 +68,7 @@ _SQUARED = (
     _share(
         "similarity_within",
         "Root mean square cosine between context vectors with the same label.",
-        f"{_SQUARED} Its error leaves out groups of contexts, or labels, whichever is larger; empty below two labels. "
-        "The publication has mean |cosine|, which sampling noise fills.",
+        f"{_SQUARED} Its error leaves out groups of contexts, or labels, whichever is larger; empty below two labels.",
         floor="similarity_random",
         short="within",
     ),
@@ -103,8 +99,8 @@ _SQUARED = (
     _cluster(
         "silhouette",
         "Mean silhouette of the labels. 1: compact and separated; 0: no structure.",
-        "Of the kept contexts, by cosine distance between disjoint halves of their positions, over contexts that share "
-        "their label with another; empty below two such labels. The more labels, the nearer is the nearest other one.",
+        "By cosine distance between disjoint halves of the positions of kept contexts that share their label with "
+        "another; empty below two such labels.",
         title="silhouette of labels",
     ),
     _cluster(
@@ -293,14 +289,23 @@ def clusters(
     cluster = torch.full_like(labels, -1)
     if len(labels[taken].unique()) < 2:
         return {"silhouette": math.nan, "cluster_ari": math.nan}, cluster
-    from sklearn.metrics import adjusted_rand_score  # only here: it takes a second to start
+    from sklearn.cluster import KMeans  # only here: it takes a second to start
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.metrics import adjusted_rand_score
 
     truth = inverse[taken]
     first, second = functional.normalize(ctx[:, taken].double(), dim=-1).numpy()
     # Sums over threads would depend on how many there are; and their number is one for all of the process.
-    with _LIMITED, _thread_pools().limit(limits=1):
-        before = None if start is None else start[taken].numpy()
-        assigned = _k_means(first, second, len(truth.unique()), before)
+    model = KMeans(len(truth.unique()), n_init=STARTS, random_state=0)
+    if start is not None:
+        # Contexts that were in no cluster before do not say where one begins.
+        before = start[taken].numpy()
+        centres = np.stack([first[before == one].mean(axis=0) for one in np.unique(before[before >= 0])])
+        model = KMeans(len(centres), init=centres, n_init=1)
+    with _LIMITED, _thread_pools().limit(limits=1), warnings.catch_warnings():
+        # Equal contexts can be fewer points than clusters; then each point is its own cluster, as it should be.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        assigned = model.fit(first).predict(second)
     cluster[taken] = torch.from_numpy(assigned).to(cluster.dtype)
     numbers = {
         "silhouette": silhouette(1 - cosines[taken][:, taken], truth),
@@ -326,21 +331,3 @@ def silhouette(distance: Float[Tensor, "contexts contexts"], labels: Int[Tensor,
 def _thread_pools() -> ThreadpoolController:
     """Return the thread pools of all loaded libraries; looking for them takes longer than a small clustering."""
     return ThreadpoolController()
-
-
-def _k_means(direction: np.ndarray, other: np.ndarray, k: int, start: np.ndarray | None) -> np.ndarray:
-    """Find clusters of one half's directions, and give each context that of its other half's."""
-    from sklearn.cluster import KMeans
-    from sklearn.exceptions import ConvergenceWarning
-
-    if start is None:
-        model = KMeans(k, n_init=STARTS, random_state=0)
-    else:
-        # Contexts that were in no cluster before do not say where one begins.
-        known = np.unique(start[start >= 0])
-        centres = np.stack([direction[start == cluster].mean(axis=0) for cluster in known])
-        model = KMeans(len(known), init=centres, n_init=1)
-    with warnings.catch_warnings():
-        # Equal contexts can be fewer points than clusters; then each point is its own cluster, as it should be.
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        return model.fit(direction).predict(other)

@@ -106,8 +106,7 @@ _OF_WEIGHTS = (
     _spectral(
         "regime",
         "Where signal should propagate: early, middle or late positions, all equally (uniform), none (vanishing).",
-        f"`uniform`, `early-site`, `middle-site`, `late-site` or `vanishing`; `{UNDEFINED}` where `spectrum_of` is not "
-        "`projection`.",
+        f"`{UNDEFINED}` where `spectrum_of` is not `{EXACT}`.",
         _REGIME,
         "predicted regime",
         kind="name",
@@ -115,8 +114,7 @@ _OF_WEIGHTS = (
     ),
     _spectral(
         "regime_margin",
-        "How far what decides the regime is from the nearest threshold that would change it: 0.02 is borderline, 0.3 "
-        "clear.",
+        "How far what decides the regime is from the next threshold: 0.02 is borderline, 0.3 clear.",
         "Empty where undefined.",
         _REGIME,
         "margin of the regime",
@@ -158,9 +156,8 @@ def layer_spectra(
         else:
             eigenvalues = core_eigenvalues(moments.pop("core"), "W_QK or Σ" if suffix else "W_QK")
             spectrum = torch.view_as_real(eigenvalues).cpu()
-        spectra |= {name + suffix: moment for name, moment in moments.items()} | {
-            "spectrum" + suffix: spectrum
-        }
+        moments["spectrum"] = spectrum
+        spectra |= {name + suffix: moment for name, moment in moments.items()}
     return spectra
 
 

@@ -55,11 +55,12 @@ DIRECTIONS = f"positional_directions{WITHOUT}"
 REPLICATED = 3.0
 """Standard errors by which a direction's energy in contexts left out is above 0: of noise, one in a hundred is."""
 
-STRETCHES = 256
-"""Of longer contexts, products of all positions with all are of the sums over so many stretches."""
-
-MOST_ROWS = 256
-"""Of longer contexts the argmax property is of so many positions, one of each of as many stretches."""
+STRETCHES = (
+    256  # of longer contexts, products of all positions with all are of the sums over so many stretches
+)
+MOST_ROWS = (
+    256  # of longer contexts the argmax property is of so many positions, one of each of as many stretches
+)
 
 NEAR = 1.25
 """Neighbours of a position are those up to this factor away: what changes with position changes ever more slowly."""
@@ -67,14 +68,12 @@ NEAR = 1.25
 CUTOFFS = (1, 3, 5, 10)
 """K of the low-frequency ratios, as published (Table 4)."""
 
-SHOWN_CUTOFF = 10
-"""The one that maps, checks and summaries show."""
+SHOWN_CUTOFF = 10  # the one that maps, checks and summaries show
 
 LEAST_SHARE = 0.1
 """Of the contexts must reach a position, where they are of unlike lengths: its mean would be that of a few contexts."""
 
-_QUERIES = 64
-"""Rows of P̃WP̃ᵀ held at a time, of one head and all groups."""
+_QUERIES = 64  # rows of P̃WP̃ᵀ held at a time, of one head and all groups
 
 _layer = partial(Column, "layers", group=BASIS, error=LEFT_OUT)
 _share = partial(_layer, range=SHARE)
@@ -215,11 +214,7 @@ def positions_read(means: State) -> int:
         "ours",
         "positional rank",
         short="rank",
-        healthy=Criterion(
-            "more than",
-            0.0,
-            "mean rank: directions of the positional basis that contexts which did not choose them show, too",
-        ),
+        healthy=Criterion("more than", 0.0, "mean rank: directions of the positional basis above noise"),
     ),
     _layer(
         "rank_screenot",
@@ -271,9 +266,7 @@ def positions_read(means: State) -> int:
         "PPᵀ low freq.",
         "positional smoothness",
         healthy=Criterion(
-            "at least",
-            0.60,
-            "share of the Gram matrix's energy in the 10 lowest frequencies; models of addition: about 0.5",
+            "at least", 0.60, "energy in the 10 lowest frequencies; models of addition: about 0.5"
         ),
         short="smooth",
     ),
@@ -535,7 +528,7 @@ def _projected(basis: GroupedBasis, w: Tensor, rows: Tensor | None = None) -> tu
     ),
 )
 def positional_columns(weights: State) -> dict[str, Sequence[float] | Jackknifed]:
-    """Return the columns that a `WeightsPass` has made by `positional_heads`, L · H values each."""
+    """Return the columns that `weights_pass` has made by `positional_heads`, L · H values each."""
     if "argmax_property" not in weights:
         return {}
     shares = weights["pwp_shares"].flatten(0, 1).permute(1, 2, 0)

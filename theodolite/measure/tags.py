@@ -27,22 +27,16 @@ from theodolite.measure.publications import ZHANG
 from theodolite.theory.outliers import MAD_TO_SD
 from theodolite.theory.unbiased import Jackknifed, combined, ratio
 
-KINDS = ("first", "later", "learned", "local")
-"""Names of `FIRST`, `LATER`, `LEARNED_SINK`, `LOCAL`."""
-
-NAMED = (KINDS[LATER], KINDS[LOCAL])
-"""Kinds whose rows are of a token."""
+KINDS = ("first", "later", "learned", "local")  # names of `FIRST`, `LATER`, `LEARNED_SINK`, `LOCAL`
+NAMED = (KINDS[LATER], KINDS[LOCAL])  # kinds whose rows are of a token
 
 
 OUTLIER_RATIO = 6.0
 """A dimension of a tag is an outlier from so many robust standard deviations on: 2e-9 of a Gaussian's."""
 
 SHOWN_DIMENSIONS = 5
-STRONGEST = 256
-"""So many sinks, those that tag most tokens, keep their tags by group of contexts."""
-
-TRACED_HEADS = "heads of a trace"
-"""What declarations call the heads table of a trace."""
+STRONGEST = 256  # so many sinks, those that tag most tokens, keep their tags by group of contexts
+TRACED_HEADS = "heads of a trace"  # what declarations call the heads table of a trace
 
 
 def _tag_columns(table: str) -> tuple[Column, ...]:

@@ -23,7 +23,7 @@ from theodolite.accumulate.means import means_of_halves
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.jobs.job import Job, Stage, States
+from theodolite.jobs.job import Job, Stage, States, Steps
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.logits.attribution import PatternPass
 from theodolite.logits.shares import SharesPass, sample_of
@@ -38,7 +38,7 @@ from theodolite.passes.run import Run, describe_corpus, describe_model, describe
 from theodolite.passes.survey_pass import EXAMPLES, HeadsPass, SurveyPass, choose_sample
 from theodolite.passes.sweep import SweptText, check_swept, folder_of, swept
 from theodolite.passes.tabulate import Facts, added_columns, means_of_text, tabulate
-from theodolite.passes.weights_pass import WeightsPass
+from theodolite.passes.weights_pass import weights_pass
 from theodolite.system import embedded
 from theodolite.system.choices import check_whole
 from theodolite.system.files import locked
@@ -51,8 +51,7 @@ CHUNKS = 64
 TEXT, TEXT_TITLE = "corpus", "reading contexts"
 WEIGHTS_TITLE, PATTERNS_TITLE = "reading weights", "scoring head types"
 
-SURVEYED = "surveyed"
-"""The part of unfinished work that holds the text, and how the model was opened."""
+SURVEYED = "surveyed"  # the part of unfinished work that holds the text, and how the model was opened
 
 
 @overload
@@ -219,10 +218,10 @@ class SurveyPlan:
             means, streams = states.of(f"{TEXT}.means"), states.of(f"{TEXT}.streams")
             return SharesPass(model, corpus, seed, means, streams["stream"])
 
-        def weights(states: States) -> WeightsPass:
+        def weights(states: States) -> Steps:
             means = means_of_text(states, self.trailing)
             grid = None if corpus.grid is None else corpus.grid.shape
-            return WeightsPass(model, states.of(f"{TEXT}.inputs"), means, corpus.leading, grid)
+            return weights_pass(model, states.of(f"{TEXT}.inputs"), means, corpus.leading, grid)
 
         def patterns(states: States) -> PatternPass:
             means = states.of(f"{TEXT}.means")
@@ -248,6 +247,7 @@ class SurveyPlan:
 
         return [swept(model, [Stage(TEXT, TEXT_TITLE, text), *later])]
 
+    @measures("self.model")
     def run(self, out: str | Path | None, show_progress: ShowStage) -> Run:
         """Run all stages and make the tables; errors are those of `run_into`."""
         described = describe_corpus(self.corpus)
@@ -492,7 +492,7 @@ def survey_heads(
     batch, length = batch_of(corpus, None), corpus.contexts.shape[1]
     stages = [
         Stage(TEXT, TEXT_TITLE, lambda states: HeadsPass(model, corpus, seed, batch)),
-        Stage("weights", WEIGHTS_TITLE, lambda states: WeightsPass(model, states.of(f"{TEXT}.inputs"))),
+        Stage("weights", WEIGHTS_TITLE, lambda states: weights_pass(model, states.of(f"{TEXT}.inputs"))),
         Stage("patterns", PATTERNS_TITLE, lambda states: PatternPass(model, length, seed)),
     ]
 
@@ -531,5 +531,5 @@ def spectra(
             raise no_head_matrix(model.id)
         return tabulate(states, Facts(describe_model(model) | {"fingerprint": fingerprint}))
 
-    stages = [Stage("weights", WEIGHTS_TITLE, lambda states: WeightsPass(model))]
+    stages = [Stage("weights", WEIGHTS_TITLE, lambda states: weights_pass(model))]
     return run_into(stages, tables, out, fingerprint, show_progress=show_progress)

@@ -25,11 +25,8 @@ from theodolite.passes.corpus_pass import CorpusPass, refuse_nonfinite_stream
 SAMPLED_CONTEXTS, SAMPLED_BYTES = 1024, 1 << 27
 """Context vectors are kept for at most so many contexts, or as many as fit in 128 MiB."""
 
-SAMPLED_TOKENS = 512
-"""Single token vectors kept for the pictures of cvec."""
-
-EXAMPLES = 4
-"""Contexts shown token by token in the report."""
+SAMPLED_TOKENS = 512  # single token vectors kept for the pictures of cvec
+EXAMPLES = 4  # contexts shown token by token in the report
 
 
 class MeansPass(CorpusPass):
