@@ -25,9 +25,7 @@ FIRST, LATER, LEARNED_SINK, LOCAL = 0, 1, 2, 3
 SHIFTS = 4
 """By how many parts of a context, of one more, a grouping is shifted to see what one with its runs explains."""
 
-HEAD_OUTPUT = (
-    0  # the place of a head's own output among the places where η² is taken; residual layer ℓ has 1 + ℓ
-)
+HEAD_OUTPUT = 0  # where η² is of a head's own output; residual layer ℓ has 1 + ℓ
 
 
 class Tags(LayerSums):

@@ -25,7 +25,7 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.system.progress import Progress
-from theodolite.theory.decomposition import DecompositionByGroups, decompose_by_groups
+from theodolite.theory.decomposition import decompose_by_groups
 
 PATTERNS = tuple(ATTENTION_PATTERNS)
 
@@ -36,10 +36,7 @@ tokens give SmolLM2's scores to 0.03. A model that turns positions by the length
 
 ATTRIBUTED_SEQUENCES = 4  # of them the first, on which heads are attributed
 BEST = 3  # so many heads of each pattern are attributed whatever their score
-MOST = (
-    16  # and those that pay the pattern at least `STRONG` of their attention, up to so many heads a pattern
-)
-Chosen = dict[int, list[tuple[int, int]]]  # layer → (head, number of the pattern), in order
+MOST = 16  # and those that pay the pattern at least `STRONG` of their attention, up to so many a pattern
 
 
 def repeated_sequences(length: int) -> int:
@@ -127,9 +124,21 @@ class PatternPass:
         first = torch.zeros(len(h), dtype=torch.int64)
         parts = decompose_by_groups(h, *self.means(layer), first, first + 1)
         try:
-            self._rows += _rows(layer_pass, parts, self.patterns, chosen)
+            split = split_queries_and_keys(layer_pass, parts, working_dtype(h), check_all=False)
         except WorkError as error:
             self.notes["refused"][str(layer)] = str(error)
+            return
+        places = sorted({head for head, _ in chosen})
+        grouped = split.query.shape[2] // split.key.shape[2]
+        key, some = split.key[:, :, [head // grouped for head in places]], slice(ATTRIBUTED_SEQUENCES)
+        inputs = split.inputs.of_heads(places).of_contexts(some)
+        of = attribute(split.query[:, some, places], key[:, some], inputs, self.patterns)
+        for head, pattern in chosen:
+            at = (pattern, places.index(head))
+            for group in range(len(ATTRIBUTED)):
+                numbers = of.share[group, at[1]], of.only[group][at], of.without[group][at], of.uniform[at]
+                row = [layer, head, pattern, float(of.score[at]), group, *map(float, numbers)]
+                self._rows.append(row)  # in the order of `COLUMNS`
 
 
 def repeated_patterns(
@@ -142,16 +151,18 @@ def repeated_patterns(
         model.required_vocabulary(), length, contexts, seed, below=model.vocabulary
     )
     model.check_tokens(ids)
-    if half < 2:
-        return ids, []
     second = range(start + half, start + 2 * half)
-    queries = {"induction": second, "previous": range(1, ids.shape[1]), "same": second}
-    distance = {"induction": half - 1, "previous": 1, "same": half}
-    return ids, [Pattern(name, distance[name], queries[name]) for name in PATTERNS]
+    patterns = {
+        "induction": (half - 1, second),
+        "previous": (1, range(1, ids.shape[1])),
+        "same": (half, second),
+    }
+    return ids, [Pattern(name, *patterns[name]) for name in PATTERNS] if half >= 2 else []
 
 
-def _choose(scores: Float[Tensor, "layers patterns heads"]) -> Chosen:
-    chosen: Chosen = {}
+def _choose(scores: Float[Tensor, "layers patterns heads"]) -> dict[int, list[tuple[int, int]]]:
+    """Choose the heads to attribute: layer → (head, number of the pattern), in order."""
+    chosen: dict[int, list[tuple[int, int]]] = {}
     heads = scores.shape[-1]
     for pattern in range(scores.shape[1]):
         known = scores[:, pattern].flatten().nan_to_num(-torch.inf)  # last: heads that a layer does not have
@@ -161,26 +172,3 @@ def _choose(scores: Float[Tensor, "layers patterns heads"]) -> Chosen:
         for flat in ordered.indices[:count].tolist():
             chosen.setdefault(flat // heads, []).append((flat % heads, pattern))
     return chosen
-
-
-def _rows(
-    layer_pass: LayerPass,
-    parts: DecompositionByGroups,
-    patterns: list[Pattern],
-    chosen: list[tuple[int, int]],
-) -> list[list[float]]:
-    """Attribute a layer's chosen heads: rows in the order of `COLUMNS`."""
-    split = split_queries_and_keys(layer_pass, parts, working_dtype(layer_pass.stream), check_all=False)
-    heads = sorted({head for head, _ in chosen})
-    grouped = split.query.shape[2] // split.key.shape[2]
-    key = split.key[:, :, [head // grouped for head in heads]]
-    some = slice(ATTRIBUTED_SEQUENCES)
-    inputs = split.inputs.of_heads(heads).of_contexts(some)
-    of = attribute(split.query[:, some, heads], key[:, some], inputs, patterns)
-    rows = []
-    for head, pattern in chosen:
-        at = (pattern, heads.index(head))
-        for group in range(len(ATTRIBUTED)):
-            numbers = of.share[group, at[1]], of.only[group][at], of.without[group][at], of.uniform[at]
-            rows.append([layer_pass.layer, head, pattern, float(of.score[at]), group, *map(float, numbers)])
-    return rows

@@ -69,7 +69,16 @@ def constituents(
         UsageError: ids, layer or decomposition do not fit the model or each other.
         WorkError: the layer's queries and keys are no affine function of its input even with frozen norms.
     """
-    contexts = _contexts(model, ids, layer, attention_mask, position_ids)
+    check_whole(layer=layer)
+    model.check_place(layer)
+    if model.vocabulary is None:
+        raise UsageError(f"{model.id} reads {model.source.reads}, not token ids")
+    contexts = contexts_of_one_length(whole_ids(ids), attention_mask, position_ids).long()
+    if not model.has_positions(contexts.shape[1]):
+        raise UsageError(
+            f"{contexts.shape[1]} tokens are more than the {model.longest} that {model.id} reads"
+        )
+    model.check_tokens(contexts)
     model.check_weights()
     mean_and_pos = None if decomposition is None else _mean_and_pos(model, decomposition, contexts, layer)
     if mean_and_pos is None and len(contexts) < 2:
@@ -87,22 +96,6 @@ def constituents(
 
     visit_layers(model, contexts, [layer], visit)
     return results[0]
-
-
-def _contexts(
-    model: OpenModel, ids: Tensor, layer: int, attention_mask: Tensor | None, position_ids: Tensor | None
-) -> Tensor:
-    check_whole(layer=layer)
-    model.check_place(layer)
-    if model.vocabulary is None:
-        raise UsageError(f"{model.id} reads {model.source.reads}, not token ids")
-    contexts = contexts_of_one_length(whole_ids(ids), attention_mask, position_ids).long()
-    if not model.has_positions(contexts.shape[1]):
-        raise UsageError(
-            f"{contexts.shape[1]} tokens are more than the {model.longest} that {model.id} reads"
-        )
-    model.check_tokens(contexts)
-    return contexts
 
 
 def _mean_and_pos(

@@ -175,45 +175,37 @@ def share_sums(
     models, is left out as a query and as a key (of an image all `leading` tokens before its patches), and so are
     `trailing` special tokens at the end. Of longer contexts `MOST_QUERIES` queries are summed, and all their keys.
     """
+    end = inputs.key.shape[2] - trailing
+    at_least, width = torch.promote_types(query.dtype, torch.float32), query.shape[-1]
 
-    keys = slice(leading, inputs.key.shape[2] - trailing)
-
-    def work(part: slice) -> ShareSums:
+    def work(part: slice) -> tuple[Tensor, Tensor, Tensor]:
         # Others of each context, so that the jackknife over contexts knows what choosing them does.
-        chosen = leading + one_of_each_stretch(keys.stop - leading, MOST_QUERIES, part.start)
-        own = inputs.of_contexts(part).of_queries(chosen)
-        return _share_sums(query[:, part, :, chosen], key[:, part], own, keys)
+        chosen = leading + one_of_each_stretch(end - leading, MOST_QUERIES, part.start)
+        own, some = inputs.of_contexts(part).of_queries(chosen), query[:, part, :, chosen]
+        parts, contexts, heads = some.shape[:3]
+        # The parts of a key side by side, so that one product with the centred logits serves them all.
+        beside = key[:, part].to(at_least).permute(1, 2, 3, 0, 4).flatten(-2)
+        products = torch.zeros(contexts, heads, parts, parts, dtype=torch.float64, device=query.device)
+        additive, total = products.new_zeros(2, contexts, heads)
+        for block in replace(own, softcap=None).blocks():
+            visible = block.logits > MASKED / 2
+            visible[..., : max(leading - block.first, 0)] = False
+            visible[..., max(end - block.first, 0) :] = False
+            logits = block.logits.masked_fill_(~visible, 0)
+            mean = logits.sum(dim=-1, keepdim=True) / visible.sum(dim=-1, keepdim=True).clamp_min(1)
+            centred = logits.sub_(mean).masked_fill_(~visible, 0)
+            summed = weigh(centred, beside[:, :, block.first : block.last]).unflatten(-1, (parts, width))
+            rows = some[:, :, :, block.start : block.stop].to(at_least) * inputs.scaling
+            products += torch.einsum("achid,chibd->chab", rows, summed).double()
+            total += torch.linalg.vector_norm(centred, dim=(-2, -1), dtype=torch.float64).square()
+            if own.bias is not None:
+                bias = own.bias[:, :, block.start : block.stop] if own.bias.shape[2] > 1 else own.bias
+                bias = bias[..., block.first : block.last].to(at_least)
+                additive += (centred * bias).sum(dim=(-2, -1), dtype=torch.float64)
+        return products.cpu(), additive.cpu(), total.cpu()
 
-    parts = each_part(work, query.shape[1], query.device)
-    return ShareSums(
-        *(torch.cat(sums) for sums in zip(*(vars(part).values() for part in parts), strict=True))
-    )
-
-
-def _share_sums(query: Tensor, key: Tensor, inputs: AttentionInputs, keys: slice) -> ShareSums:
-    parts, contexts, heads, _, width = query.shape
-    at_least = torch.promote_types(query.dtype, torch.float32)
-    # The parts of a key side by side, so that one product with the centred logits serves them all.
-    beside = key.to(at_least).permute(1, 2, 3, 0, 4).flatten(-2)
-    products = torch.zeros(contexts, heads, parts, parts, dtype=torch.float64, device=query.device)
-    additive = torch.zeros(contexts, heads, dtype=torch.float64, device=query.device)
-    total = torch.zeros_like(additive)
-    for block in replace(inputs, softcap=None).blocks():
-        visible = block.logits > MASKED / 2
-        visible[..., : max(keys.start - block.first, 0)] = False
-        visible[..., max(keys.stop - block.first, 0) :] = False
-        logits = block.logits.masked_fill_(~visible, 0)
-        mean = logits.sum(dim=-1, keepdim=True) / visible.sum(dim=-1, keepdim=True).clamp_min(1)
-        centred = logits.sub_(mean).masked_fill_(~visible, 0)
-        summed = weigh(centred, beside[:, :, block.first : block.last]).unflatten(-1, (parts, width))
-        rows = query[:, :, :, block.start : block.stop].to(at_least) * inputs.scaling
-        products += torch.einsum("achid,chibd->chab", rows, summed).double()
-        total += torch.linalg.vector_norm(centred, dim=(-2, -1), dtype=torch.float64).square()
-        if inputs.bias is not None:
-            bias = inputs.bias[:, :, block.start : block.stop] if inputs.bias.shape[2] > 1 else inputs.bias
-            bias = bias[..., block.first : block.last].to(at_least)
-            additive += (centred * bias).sum(dim=(-2, -1), dtype=torch.float64)
-    return ShareSums(products.cpu(), additive.cpu(), total.cpu())
+    sums = zip(*each_part(work, query.shape[1], query.device), strict=True)
+    return ShareSums(*(torch.cat(parts) for parts in sums))
 
 
 _SHARES = (
@@ -376,10 +368,25 @@ def head_matrices(
     Raises:
         UsageError: no such head, context or position, or a split into other parts.
     """
-    of_head = _single_head(split, head, context)
-    length = of_head.query.shape[3]
-    if not 0 <= first < length:
-        raise UsageError(f"position {first} does not exist: this context has positions 0 to {length - 1}")
+    _, contexts, heads, length, _ = split.query.shape
+    for what, number, of, count in (
+        ("head", head, "layer has heads", heads),
+        ("context", context, "split has contexts", contexts),
+        ("position", first, "context has positions", length),
+    ):
+        if not 0 <= number < count:
+            raise UsageError(f"{what} {number} does not exist: this {of} 0 to {count - 1}")
+    if split.names == PARTS:
+        split = split.coarse()
+    if set(split.names) != {"pos", "cvec", CONSTANT}:
+        raise UsageError(
+            f"the parts are {', '.join(split.names)}: give all of them, or pos, cvec and constant"
+        )
+    own = slice(context, context + 1)
+    inputs = split.inputs.of_heads([head]).of_contexts(own)
+    inputs = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
+    queries, keys = (side[:, own, head : head + 1] for side in (split.query, split.key))
+    of_head = replace(split, query=queries, key=keys, inputs=inputs)
     sums = share_sums(of_head.query, of_head.key, of_head.inputs)
     shares, additive_share = (of.value for of in sums.shares())
     matrices: dict[str, Tensor] = {}
@@ -411,23 +418,3 @@ def head_matrices(
         )
         for name, of in matrices.items()
     ]
-
-
-def _single_head(split: Constituents, head: int, context: int) -> Constituents:
-    """Split one context and head into position, context and constants."""
-    _, contexts, heads, _, _ = split.query.shape
-    if not 0 <= head < heads:
-        raise UsageError(f"head {head} does not exist: this layer has heads 0 to {heads - 1}")
-    if not 0 <= context < contexts:
-        raise UsageError(f"context {context} does not exist: the split has contexts 0 to {contexts - 1}")
-    if split.names == PARTS:
-        split = split.coarse()
-    if set(split.names) != {"pos", "cvec", CONSTANT}:
-        raise UsageError(
-            f"the parts are {', '.join(split.names)}: give all of them, or pos, cvec and constant"
-        )
-    own = slice(context, context + 1)
-    inputs = split.inputs.of_heads([head]).of_contexts(own)
-    inputs = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
-    query, key = (side[:, own, head : head + 1] for side in (split.query, split.key))
-    return replace(split, query=query, key=key, inputs=inputs)

@@ -176,7 +176,11 @@ def pictures(
     ctx = whole_contexts(halves, means["context_tokens"])
     tokens = means["token"] - mean[:, None] - pos[:, sample.token_position]
     pos = pos[:, : positions_read(means)]
-    order, end = _ordered_by_label(labels), pos.shape[1] - 1
+    # Kept contexts are grouped by label, the most frequent labels first.
+    values, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
+    frequency = torch.where(values < 0, -1, counts)[inverse].tolist()
+    by_label = sorted(range(len(labels)), key=lambda i: (-frequency[i], int(labels[i]), i))
+    order, end = torch.tensor(by_label[:SHOWN_CONTEXTS], dtype=torch.int64), pos.shape[1] - 1
     shown = torch.linspace(leading, end, min(SHOWN_POSITIONS, end + 1 - leading)).round().long()
 
     def of_layer(pos: Tensor, ctx: Tensor, cvec: Tensor) -> dict[str, Tensor]:
@@ -229,14 +233,6 @@ def principal_axes(
     sign = coordinates.gather(0, coordinates.abs().argmax(dim=0)[None]).sign()
     sign[sign == 0] = 1
     return axes * sign.T, values
-
-
-def _ordered_by_label(labels: Int[Tensor, " sampled"]) -> Tensor:
-    """Order kept contexts for the Gram matrix: grouped by label, the most frequent labels first."""
-    values, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
-    frequency = torch.where(values < 0, -1, counts)[inverse]
-    key = sorted(range(len(labels)), key=lambda i: (-int(frequency[i]), int(labels[i]), i))
-    return torch.tensor(key[:SHOWN_CONTEXTS], dtype=torch.int64)
 
 
 @gives(

@@ -55,12 +55,8 @@ DIRECTIONS = f"positional_directions{WITHOUT}"
 REPLICATED = 3.0
 """Standard errors by which a direction's energy in contexts left out is above 0: of noise, one in a hundred is."""
 
-STRETCHES = (
-    256  # of longer contexts, products of all positions with all are of the sums over so many stretches
-)
-MOST_ROWS = (
-    256  # of longer contexts the argmax property is of so many positions, one of each of as many stretches
-)
+STRETCHES = 256  # in longer contexts, products of all positions with all are of sums over so many stretches
+MOST_ROWS = 256  # in longer contexts the argmax property is of one position of each of so many stretches
 
 NEAR = 1.25
 """Neighbours of a position are those up to this factor away: what changes with position changes ever more slowly."""
@@ -78,10 +74,7 @@ _QUERIES = 64  # rows of P̃WP̃ᵀ held at a time, of one head and all groups
 _layer = partial(Column, "layers", group=BASIS, error=LEFT_OUT)
 _share = partial(_layer, range=SHARE)
 _of_head = partial(Column, "heads", range=SHARE, group=POSITIONAL)
-_SMOOTH = (
-    "How smoothly the positional basis changes with position: 1 smooth, 0 noise. Energy in the {k} lowest "
-    "frequencies."
-)
+_SMOOTH = "Smoothness over positions: energy of the positional basis in its {k} lowest frequencies. 1 smooth, 0 noise."
 
 
 def _smoothness(

@@ -14,9 +14,7 @@ from theodolite.theory.regimes import UNDEFINED
 
 Indices = npt.NDArray[np.int64]
 
-LEAST_HEADS = (
-    8  # below that, a number over heads has no error worth giving, and a rank correlation says nothing
-)
+LEAST_HEADS = 8  # below that, a number over heads has no error worth giving
 
 
 def rank_correlation(x: Floats, y: Floats) -> Floats:
