@@ -80,9 +80,9 @@ class AttentionStatistics(LayerSums):
 
     State: readers (L, T), how many contexts have a position; visible_keys (L, T) that a query sees; entropy (L, H, T)
     nats; propagates and last_sees (L, H, T) counts for the last query before trailing special tokens; sink (L, H, T)
-    counts of contexts; largest_logit (L, H) maxima over the keys that queries see, −∞ before the first context;
-    log_sum_exp (L, H) sums, 0 of a query that sees no key; gram_norm (L) the largest ‖XXᵀ‖₂ of a context's input X;
-    example_received and example_head (L, E, T) for the first E contexts.
+    counts of contexts; largest_logit (L, H) maxima over the keys that queries see; log_sum_exp (L, H) sums, 0 of a
+    query that sees no key; gram_norm (L) the largest ‖XXᵀ‖₂ of a context's input X; example_received and example_head
+    (L, E, T).
 
     By group of contexts: contexts, queries, previous_queries and same_queries (L, G), how many queries there are, with
     a token before them, and with an earlier equal one; previous and same (L, G, H), what these pay; with `pictured`
@@ -91,9 +91,8 @@ class AttentionStatistics(LayerSums):
     and with trailing special tokens sink_last; sink_tokens, keyed by layer, head, token and whether it is first:
     contexts (G), sinks and the sum of their positions.
 
-    `corpus_contexts` is how many contexts the whole corpus has. `trailing` special tokens stand behind the text of
-    every context, `leading` tokens before it: those from position 1 on (an image's registers) are no later sinks. A
-    layer that does not attend is never updated.
+    `corpus_contexts` is how many contexts the whole corpus has; `trailing` special tokens stand behind each, and
+    `leading` tokens before it, of which those from position 1 on (an image's registers) are no later sinks.
     """
 
     def __init__(

@@ -13,13 +13,7 @@ from theodolite.accumulate.sums import State
 from theodolite.corpus.special_tokens import repeated_random_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.shares import contexts_within, working_dtype
-from theodolite.measure.attribution import (
-    ATTRIBUTED,
-    COLUMNS,
-    Pattern,
-    attribute,
-    scores_by_context,
-)
+from theodolite.measure.attribution import ATTRIBUTED, COLUMNS, Pattern, attribute, scores_by_context
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
@@ -50,20 +44,18 @@ class PatternPass:
     The sequences are random tokens, twice, with what the tokenizer puts around every context: T tokens in all, or one
     less, but `LONGEST` at most. "induction" is mean attention from the second copy to the token after the first,
     "previous" from all but the first position to the one before, "same" from the second copy to the same token of the
-    first. With `means`, the heads that follow a pattern most are scored with each group of constituents of their logits
-    only, and without it. A head is attributed as its layer is read if it is among the best so far.
+    first. A head is attributed as its layer is read if it is among the best so far.
 
     State: scores (L, patterns, H), means over the sequences, and without (L, patterns, H, sequences), what they are
     without each, NaN where there is no room for two copies of two tokens, and of heads that are not; with `means`
-    numbers (rows, 9), the columns of `measure.attribution.COLUMNS`, patterns and groups as numbers. Notes: `refused`,
-    layer → why its logits could not be split.
+    numbers (rows, 9), the columns of `measure.attribution.COLUMNS`. Notes: `refused`, layer → why its logits could not
+    be split.
 
     Args:
         model, seed: whose heads, and of the sequences.
         length: of the text's contexts, T.
-        means: gives μ (2, d) and the positional basis (2, T, d) of a residual layer, of another text: what came by
-            chance in both copies of a sequence would pass for position. They are of either half of its contexts, one
-            for queries and one for keys, so that their noise is in no product with itself.
+        means: gives μ (2, d) and the positional basis (2, T, d) of a residual layer, of either half of another text,
+            for queries and for keys: what came by chance in both copies of a sequence would pass for position.
     """
 
     def __init__(

@@ -47,21 +47,19 @@ def constituents(
     sides go through the norm with its scale frozen at each token, through the projection, through a norm after it
     frozen likewise, and through the rotation, so the constituents add up to the model's own logits (the published code
     sends each part through the norm by itself, so its parts do not). The part "bias" is what there is without any
-    hidden state: the biases of norm and projection.
+    hidden state.
 
-    The model runs with the attention implementation that it has. Those of `transformers` differ in the last digits:
-    `eager` takes its softmax in float32 in most families even where the model is in float64, so that later layers'
-    logits then agree to 1e-7 only between the two.
+    The model runs with the attention implementation that it has. In `transformers`, `eager` takes its softmax in
+    float32 in most families even where the model is in float64: later layers' logits then agree to 1e-7 only.
 
     Args:
         model: from `open_model`.
         ids: token ids of one context (T) or of several (C, T), as the model reads them (special tokens too).
         layer: the block, counted from 0.
-        decomposition: where mean and pos come from. A `Run` of this model with contexts at least as long: its μ and
-            positional basis; ctx is then the mean of what is left over positions 1 … T−1 of each context. (Where rotary
-            positions turn by the length of a pass, they are those of the run's: take one as long.) A `Decomposition` of
-            such hidden states likewise. None: the hidden states of these contexts themselves, at least 2, with position
-            0 apart as in a survey.
+        decomposition: where mean and pos come from. A `Run` of this model with contexts at least as long (as long,
+            where rotary positions turn by the length of a pass): its μ and positional basis; ctx is then the mean of
+            what is left over positions 1 … T−1. A `Decomposition` of such hidden states likewise. None: the hidden
+            states of these contexts themselves, at least 2, with position 0 apart as in a survey.
         attention_mask, position_ids: of padded or packed ids, as `Corpus.from_ids` takes them; their contexts must have
             one length.
 

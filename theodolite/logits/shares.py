@@ -19,12 +19,7 @@ from theodolite.measure.constituents import share_sums
 from theodolite.measure.position import CUTOFFS, qk_low_frequency
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.query_key_parts import (
-    LayerPass,
-    of_streams,
-    split_queries_and_keys,
-    visit_layers,
-)
+from theodolite.models.query_key_parts import LayerPass, of_streams, split_queries_and_keys, visit_layers
 from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import PARTS, DecompositionByGroups, decompose_by_groups
 
@@ -40,8 +35,8 @@ class SharesPass:
     """Logits of a seeded sample of contexts, each split around the means of other contexts.
 
     Mean and pos of a context are those of one group of contexts for its queries, of another one for its keys, and it is
-    in neither: what the means have of noise is of no logit of its own, and in no product with itself. Contexts have
-    different groups, so that leaving out contexts shows the means' noise, too.
+    in neither: their noise is in no product with itself. Contexts have different groups, so that leaving out contexts
+    shows that noise, too.
 
     State, of L layers, S sampled contexts and H heads: products (L, S, H, parts, parts), additive and total (L, S, H)
     of `ShareSums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are. Of layers that do not attend,
@@ -50,8 +45,7 @@ class SharesPass:
     Args:
         model, corpus: of whose contexts `sample_of`, with the `seed`, takes some.
         means: the state of `Means`, of all contexts.
-        streams: of `KeptStreams` of the sample: one of its contexts runs through the model, for how each layer is
-            called, and the others' queries and keys are made of their streams.
+        streams: of `KeptStreams` of the sample, of which the queries and keys of all contexts but one are made.
     """
 
     def __init__(

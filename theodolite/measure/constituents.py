@@ -26,11 +26,7 @@ from theodolite.measure.publications import SONG
 from theodolite.theory.decomposition import PARTS
 from theodolite.theory.unbiased import Jackknifed, ratio
 
-COARSE: dict[str, tuple[str, ...]] = {
-    "constant": ("mean", "bias"),
-    "pos": ("pos",),
-    "cvec": ("ctx", "resid"),
-}
+COARSE: dict[str, tuple[str, ...]] = {"constant": ("mean", "bias"), "pos": ("pos",), "cvec": ("ctx", "resid")}
 """The coarser split of the paper (position and context), with what belongs to neither."""
 
 GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -68,19 +64,16 @@ class Constituents:
     """One layer's logits, split by the parts of the query's and of the key's hidden state.
 
     With part a of the query and b of the key, `logits[h, a, b, i, j] = scaling · query[a, h, i] · key[b, h, j]`, and
-    over all a and b, with `additive` (ALiBi or another bias on logits; zeros without), they sum to `total`, the model's
-    own logits before its softmax and any cap; learned sink columns belong to no key and are left out. Logits of pairs
-    that `visible` hides are given too.
-
-    All are computed when asked for, in float64, and lead with contexts, where there are several, then heads; `logits`
-    takes parts² · T² numbers a head, so ask `logits_of(head)` where that is much.
+    over all a and b, with `additive` (ALiBi or another bias on logits), they sum to `total`, the model's own logits
+    before its softmax and any cap; learned sink columns are left out. Logits of pairs that `visible` hides are given
+    too. All are computed when asked for, in float64, and lead with contexts, where there are several, then heads;
+    `logits` takes parts² · T² numbers a head, so ask `logits_of(head)` where that is much.
 
     Attributes:
         names: of the parts; "mean", "pos", "ctx", "resid" and "bias" unless made coarser.
         query, key: parts of queries and keys after rotation, grouped keys repeated for their query heads.
         inputs: what the model's attention was given.
-        rounding: relative difference of the parts, each computed by itself, from the model's own queries and keys; it
-            is of the size of the dtype's rounding, and has been put into "resid".
+        rounding: relative difference of the parts from the model's own queries and keys, which is now in "resid".
     """
 
     names: tuple[str, ...]
@@ -169,11 +162,11 @@ def share_sums(
 ) -> ShareSums:
     """Sum what each constituent adds to the variance of the logits, by context; softmax-invariant.
 
-    Each row of logits is centred over the keys that its query sees, as the softmax takes no notice of what is common to
-    a row; a constituent's product with the centred whole, summed over keys and rows, then adds up over constituents to
-    the sum of squares of the whole. Logits are those before a cap. Position 0, whose token is an outlier in most
-    models, is left out as a query and as a key (of an image all `leading` tokens before its patches), and so are
-    `trailing` special tokens at the end. Of longer contexts `MOST_QUERIES` queries are summed, and all their keys.
+    Each row of logits is centred over the keys that its query sees; a constituent's product with the centred whole,
+    summed over keys and rows, then adds up over constituents to the sum of squares of the whole. Logits are those
+    before a cap. The first `leading` positions are left out as queries and as keys, whose tokens are outliers in most
+    models, and so are `trailing` special tokens at the end. Of longer contexts `MOST_QUERIES` queries are summed, and
+    all their keys.
     """
     end = inputs.key.shape[2] - trailing
     at_least, width = torch.promote_types(query.dtype, torch.float32), query.shape[-1]
@@ -352,18 +345,16 @@ def head_matrices(
     """Compute a head's four constituents, what is in neither, their sum, and the attention.
 
     "position" is pos × pos with the pairs of pos and a constant part (mean or bias), "context" the same of cvec;
-    "constant" has the pairs of constant parts, "additive" is there where the family adds a bias to its logits.
-    They sum to "QK", the model's own logits before a cap. `raw`, as published: "pos-pos" and "cvec-cvec"
-    without the constant parts, which are then all in "constant".
+    "constant" has the pairs of constant parts, "additive" is there where the family adds a bias to its logits. They sum
+    to "QK", the model's own logits before a cap. Shares are those of a survey, whatever is shown.
 
     Args:
         split: from `constituents`, or made coarser into "pos", "cvec" and "constant".
         head, context: which.
         first: the first position shown, as query and key; `MOST_POSITIONS` are shown at most.
-        raw: the logits as they are, and constant parts apart; else every row less its mean over the keys that
-            the query sees (without position 0, unless it is shown), which the softmax does not notice.
-
-    Shares are those of a survey: over all positions but position 0, whatever is shown.
+        raw: the logits as they are, with "pos-pos" and "cvec-cvec" as published, and pairs with a constant part in
+            "constant"; else every row less its mean over the keys that the query sees (without position 0, unless it is
+            shown), which the softmax does not notice.
 
     Raises:
         UsageError: no such head, context or position, or a split into other parts.

@@ -20,7 +20,7 @@ class Extra(LayerSums, ABC):
 
     A subclass declares its columns, gives `LayerSums.__init__` its tensors (one a residual layer, or one a block), sums
     in those of `stream`, `attention_input` and `attention` that it needs, and says what comes of it in `columns`. The
-    survey works on a copy, so that the same instance may be given again.
+    survey works on a copy.
 
     Attributes:
         name: stands for the measurement in the fingerprint of the run: change it when the numbers change.

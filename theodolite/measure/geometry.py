@@ -289,10 +289,7 @@ def typical_sizes(outliers: State) -> dict[str, Tensor]:
     tokens = outliers["tokens"]
     logs = ratio(outliers["log_magnitude"].transpose(0, 1), tokens.T[:, :, None])
     sizes = combined(typical_magnitude, logs).if_known((tokens > 0).all())
-    return {
-        "typical_magnitude": sizes.value.float(),
-        f"typical_magnitude{WITHOUT}": sizes.without.float(),
-    }
+    return {"typical_magnitude": sizes.value.float(), f"typical_magnitude{WITHOUT}": sizes.without.float()}
 
 
 @gives(

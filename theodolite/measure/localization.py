@@ -17,17 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
-from theodolite.measure.column import (
-    AMOUNT,
-    ATTENTION,
-    SHARE,
-    SIGNED,
-    SPECTRUM,
-    SPECTRUM_DATA,
-    Array,
-    Column,
-    gives,
-)
+from theodolite.measure.column import ATTENTION, SHARE, SIGNED, SPECTRUM, SPECTRUM_DATA, Array, Column, gives
 from theodolite.measure.publications import BAO, ZHAI
 from theodolite.models.weights.head_weights import BEFORE_NORM, EXACT, NO_MATRIX, HeadWeights
 from theodolite.theory.entropy import entropy_lower_bound
@@ -36,7 +26,7 @@ from theodolite.theory.regimes import UNDEFINED, regime_margins
 from theodolite.theory.spectrum import core_eigenvalues, qk_moments, qk_spectral_norm
 
 _spectral = partial(Column, "heads", range=SIGNED, group=SPECTRUM)
-_size = partial(_spectral, range=AMOUNT, decades=True)
+_size = partial(Column, "heads", group=SPECTRUM, decades=True)
 _SECTION, _SPREAD, _CONCENTRATION, _REGIME = (
     f"{BAO}, {place}" for place in ("section 4", "eq. 8", "eq. 6", "Lemma 2")
 )
@@ -186,7 +176,6 @@ def logit_norm(weights: HeadWeights | None, heads: int) -> Float[Tensor, " heads
         f"`{EXACT}`; `{BEFORE_NORM}` where queries and keys are normalised after projecting (Qwen 3): no matrix gives "
         f"the logits; `{NO_MATRIX}` where none gives queries and keys either (DeepSeek's inner norms).",
         kind="name",
-        range=AMOUNT,
         offered=False,
     ),
     *_OF_WEIGHTS,

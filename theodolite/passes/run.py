@@ -28,28 +28,8 @@ from theodolite.errors import UsageError
 from theodolite.jobs.job import Job, Stage, States
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.measure.catalogue import fault_of
-from theodolite.system.files import (
-    CHECKSUMS,
-    CorruptFile,
-    bytes_digest,
-    folder_written_atomically,
-    read_bytes_checked,
-    read_checked,
-    write_checked,
-    write_json_checked,
-)
+from theodolite.system import files, run_folders
 from theodolite.system.progress import ShowStage
-from theodolite.system.run_folders import (
-    OUTPUTS,
-    RUN,
-    TRACE,
-    check_files,
-    check_out,
-    differences,
-    kind_of,
-    measure_anew,
-    provenance_at,
-)
 from theodolite.system.wording import tokens_of
 
 if TYPE_CHECKING:
@@ -96,7 +76,7 @@ class Run:
     @property
     def kind(self) -> str:
         """The kind of measurement: a survey, the spectra of weights, a trace of sinks, or outputs of heads."""
-        return kind_of(self.provenance)
+        return run_folders.kind_of(self.provenance)
 
     def __repr__(self) -> str:
         model, corpus = self.provenance["model"], self.provenance.get("corpus")
@@ -111,18 +91,18 @@ class Run:
     def load(cls, folder: str | Path) -> Run:
         """Read a run folder; `UsageError` where no run is there, a damaged one, or one of another schema."""
         folder = Path(folder)
-        provenance = provenance_at(folder, SCHEMA_VERSION)
-        sums = provenance.pop(CHECKSUMS, None) or {}
+        provenance = run_folders.provenance_at(folder, SCHEMA_VERSION)
+        sums = provenance.pop(files.CHECKSUMS, None) or {}
         paths = [folder / f"{name}.parquet" for name in TABLES]
-        check_files(folder, [*(path.name for path in paths), ARRAYS])
+        run_folders.check_files(folder, [*(path.name for path in paths), ARRAYS])
         try:
             tables = {path.stem: _read_table(path, sums, provenance["model"]) for path in paths}
             arrays = _read_arrays(folder / ARRAYS, sums)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise UsageError(f"{folder} is damaged ({error}): {measure_anew(folder)}") from error
+            raise UsageError(f"{folder} is damaged ({error}): {run_folders.measure_anew(folder)}") from error
         run = cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
-        if run.heads.empty and run.kind not in (TRACE, OUTPUTS):
-            raise UsageError(f"{folder} is damaged (it has no heads): {measure_anew(folder)}")
+        if run.heads.empty and run.kind not in (run_folders.TRACE, run_folders.OUTPUTS):
+            raise UsageError(f"{folder} is damaged (it has no heads): {run_folders.measure_anew(folder)}")
         return run
 
     def save(self, folder: str | Path) -> Run:
@@ -130,16 +110,16 @@ class Run:
         folder = Path(folder)
         if folder.exists():
             raise UsageError(f"{folder} exists already: choose another folder or remove it")
-        with folder_written_atomically(folder) as temporary:
+        with files.folder_written_atomically(folder) as temporary:
             sums = {}
             for name in TABLES:
                 path = temporary / f"{name}.parquet"
                 getattr(self, name).to_parquet(path, index=False, write_page_checksum=True)
-                sums[path.name] = bytes_digest(path.read_bytes())
-            sums[ARRAYS] = write_checked(temporary / ARRAYS, self.arrays)
-            write_json_checked(temporary / RUN, self.provenance | {CHECKSUMS: sums})
+                sums[path.name] = files.bytes_digest(path.read_bytes())
+            sums[ARRAYS] = files.write_checked(temporary / ARRAYS, self.arrays)
+            files.write_json_checked(temporary / run_folders.RUN, self.provenance | {files.CHECKSUMS: sums})
             # safetensors writes files that only their owner can read; a run is made to be shared.
-            shutil.copymode(temporary / RUN, temporary / ARRAYS)
+            shutil.copymode(temporary / run_folders.RUN, temporary / ARRAYS)
         return replace(self, folder=folder)
 
 
@@ -147,20 +127,22 @@ TABLES = tuple(each.name for each in fields(Run) if each.type == "pd.DataFrame")
 
 
 def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.DataFrame:
-    """Read a table that is what was written, and whose columns a reader can use; or `CorruptFile`."""
-    written = read_bytes_checked(path, sums)  # a folder by that name would be taken for a table in parts
+    """Read a table that is what was written, and whose columns a reader can use; or `files.CorruptFile`."""
+    written = files.read_bytes_checked(
+        path, sums
+    )  # a folder by that name would be taken for a table in parts
     table = pd.read_parquet(BytesIO(written), page_checksum_verification=True)
     if fault := fault_of(path.stem, table, model):
-        raise CorruptFile(f"{path.name}: {fault}")
+        raise files.CorruptFile(f"{path.name}: {fault}")
     return table
 
 
 def _read_arrays(path: Path, sums: dict[str, str]) -> dict[str, Tensor]:
-    """Read the arrays that were written, or `CorruptFile`."""
+    """Read the arrays that were written, or `files.CorruptFile`."""
     try:
-        return read_checked(path, sums.get(path.name))[0]
-    except CorruptFile as error:
-        raise CorruptFile(f"{path.name}: {error}") from error
+        return files.read_checked(path, sums.get(path.name))[0]
+    except files.CorruptFile as error:
+        raise files.CorruptFile(f"{path.name}: {error}") from error
 
 
 def versions() -> dict[str, str]:
@@ -275,11 +257,11 @@ def finished_run(work: Unfinished) -> Run | None:
     if out.is_dir() and not any(out.iterdir()):
         out.rmdir()
         return None
-    check_out(out)
+    run_folders.check_out(out)
     run = Run.load(out)
     saved = run.provenance.get("fingerprint") or {}
     if saved != work.fingerprint:
-        differs = differences(saved, work.fingerprint, run.provenance.get("corpus"), work.corpus)
+        differs = run_folders.differences(saved, work.fingerprint, run.provenance.get("corpus"), work.corpus)
         raise UsageError(
             f"{out} holds a run of another model, corpus or options ({differs}): choose another --out or remove it"
         )

@@ -1,10 +1,9 @@
 """The survey: a model measured on a text, on random sequences and by its own weights.
 
-It can be interrupted at any moment: progress is saved at intervals, and the same call resumes it to the same result.
-
-A text is read in chunks, which follow from the corpus and the batch alone: each is summed from zero, and the sums are
-merged in order. So the result has the same bytes whether one process reads them one after the other or many read some
-each, a shard, and leave the sums in `OUT.partial`, with the text and how the model was opened.
+It can be interrupted at any moment, and the same call resumes it to the same result. A text is read in chunks, which
+follow from the corpus and the batch alone: each is summed from zero, and the sums are merged in order. So the result
+has the same bytes whether one process reads them one after the other or many read some each, a shard, and leave the
+sums in `OUT.partial`, with the text and how the model was opened.
 """
 
 from __future__ import annotations
@@ -142,8 +141,7 @@ def merge(
         The run, in `folder`, with the bytes of `survey` in one process. From disk, if it is there already.
 
     Raises:
-        UsageError: there are no shards, some are missing, the model or the accumulators are not those of the shards, or
-            the model was in memory only and is not given.
+        UsageError: shards are missing, or model or accumulators are not theirs, or the model was in memory only.
         WorkError: as `survey`.
     """
     folder = Path(folder)
@@ -237,10 +235,7 @@ class SurveyPlan:
             Stage("patterns", PATTERNS_TITLE, patterns),
         ]
         if model.streamed is None:
-            return [
-                Stage(TEXT, TEXT_TITLE, lambda states: TextInChunks(self.new_pass, states.work)),
-                *later,
-            ]
+            return [Stage(TEXT, TEXT_TITLE, lambda states: TextInChunks(self.new_pass, states.work)), *later]
 
         def text(states: States) -> SweptText:
             return SweptText(model, corpus, seed, self.batch, self.extra, folder_of(states.work))
@@ -513,11 +508,7 @@ def spectra(
 
     Args:
         model: from `open_streamed`, which reads a block at a time, or from `open_model`.
-        out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
-        show_progress: told (what is being done, steps done, steps in all).
-
-    Returns:
-        The run; from disk, if `out` already holds just these spectra.
+        out, show_progress: as for `survey`.
 
     Raises:
         UsageError: no head of the model has a query-key matrix, or `out` holds something else.
