@@ -112,7 +112,11 @@ class Means(LayerSums):
         for name in ("context_mean", "context_tokens"):
             values = sums.pop(name)[slots >= 0].transpose(0, 1)
             self.at(name, layer, device)[:, slots[slots >= 0]] = values
-        self._keep_tokens(layer, hidden, first_context)
+        local = self.sample.token_context - first_context
+        tokens = ((local >= 0) & (local < batch)).nonzero().flatten()
+        if len(tokens):
+            vectors = hidden[local[tokens].to(device), self.sample.token_position[tokens].to(device)]
+            self.at("token", layer, device)[tokens.to(device)] = vectors.double()
         places = position_slices(read, self.length, self.trailing)
         for group, part in cache_sized_groups(self.groups, first_context, batch, device, at_once):
             states, count = hidden[part], part.stop - part.start
@@ -131,14 +135,6 @@ class Means(LayerSums):
     def resume(self, hidden: Float[Tensor, "batch positions width"]) -> None:
         """Take the hidden states that the next update is to be compared with: the same contexts, a layer before."""
         self._previous = hidden, torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float64)
-
-    def _keep_tokens(self, layer: int, hidden: Tensor, first_context: int) -> None:
-        local, device = self.sample.token_context - first_context, hidden.device
-        tokens = ((local >= 0) & (local < len(hidden))).nonzero().flatten()
-        if len(tokens):
-            position = self.sample.token_position[tokens].to(device)
-            vectors = hidden[local[tokens].to(device), position]
-            self.at("token", layer, device)[tokens.to(device)] = vectors.double()
 
     def _lengths(self, hidden: Tensor, part: slice, left_out: Tensor | None) -> dict[str, Tensor]:
         """Compute each context's mean vectors, token norms, cosine to the previous layer and rank-collapse residual."""

@@ -66,7 +66,7 @@ def declared(table: str, provenance: dict[str, Any] | None = None) -> dict[str, 
     return {column.name: column for column in sorted(columns, key=place)}
 
 
-def taken(table: str) -> set[str]:
+def names_of_columns(table: str) -> set[str]:
     """Return the names of a table's columns, standard errors and indices included."""
     return {name for column in declared(table).values() for name in column.columns}
 

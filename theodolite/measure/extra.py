@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from theodolite.accumulate.sums import LayerSums, State
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
+from theodolite.measure.catalogue import names_of_columns
 from theodolite.measure.column import OPEN_TABLES, Column
 
 
@@ -44,8 +45,8 @@ class Extra(LayerSums, ABC):
         """Return every declared column, from the state of the whole text: N values of layers, L · H of heads."""
 
 
-def check_extra(extra: Sequence[Extra], taken: Callable[[str], set[str]]) -> None:
-    """Raise `UsageError` where one cannot be summed or told apart by name, or has columns that are `taken`."""
+def check_extra(extra: Sequence[Extra]) -> None:
+    """Raise `UsageError` where one cannot be summed or told apart by name, or has columns that are there."""
     for accumulator in extra:
         if not isinstance(accumulator, Extra):
             kind = type(accumulator).__name__
@@ -55,29 +56,10 @@ def check_extra(extra: Sequence[Extra], taken: Callable[[str], set[str]]) -> Non
     names = Counter(accumulator.name for accumulator in extra)
     if twice := [name for name, count in names.items() if count > 1]:
         raise UsageError(f"extra: two accumulators are called {twice[0]!r}: give each a name of its own")
-    names_of = {table: taken(table) for table in OPEN_TABLES}
+    names_of = {table: names_of_columns(table) for table in OPEN_TABLES}
     for name, table, columns in ((e.name, c.table, set(c.columns)) for e in extra for c in e.declared):
         if table not in OPEN_TABLES:
             raise UsageError(f"{name} declares columns of {table!r}: declare them of 'layers' or 'heads'")
         if clash := names_of[table] & columns:
             raise UsageError(f"{name}: the table of {table} has a column {min(clash)!r} already")
         names_of[table] |= columns
-
-
-def extra_columns(
-    extra: Sequence[Extra], state_of: Callable[[str], State], rows: dict[str, int]
-) -> dict[str, dict[str, Sequence[float]]]:
-    """Collect all values, table → column → values; `UsageError` for a column not declared, or of other length."""
-    tables: dict[str, dict[str, Sequence[float]]] = {table: {} for table in OPEN_TABLES}
-    for accumulator in extra:
-        table_of = {name: column.table for column in accumulator.declared for name in column.columns}
-        for name, values in accumulator.columns(state_of(accumulator.name)).items():
-            if name not in table_of:
-                raise UsageError(f"{accumulator.name} gives {name!r}, which it does not declare")
-            table = table_of[name]
-            if len(values) != rows[table]:
-                raise UsageError(
-                    f"{accumulator.name}: {len(values)} values of {name!r} for {rows[table]} {table}"
-                )
-            tables[table][name] = values
-    return tables

@@ -337,7 +337,11 @@ def _sizes(basis: GroupedBasis, moment: Float64[Tensor, 3], sketch: State) -> di
         of_tiled = basis.products.scaled(scale)
     else:
         of_tiled = PairProducts.of((basis.summed * scale[:, None]).mT)
-    square, noise = of_tiled.largest_square(), _noise(of_tiled)
+    square = of_tiled.largest_square()
+    # Two standard errors of ‖P‖₂² where there is no position, from differences of neighbouring groups.
+    differences = of_tiled.of_differences()
+    pairs = len(differences.upper) / (len(of_tiled.upper) or math.nan)
+    noise = 2 * differences.largest_square().error * math.sqrt(pairs)
     return {
         "stable_rank": combined(torch.div, energy, square).where(square.value > noise),
         "relative_norm": combined(torch.div, square, whole).root(),
@@ -352,13 +356,6 @@ def _smoothness_of_directions(basis: GroupedBasis) -> dict[str, Jackknifed]:
     scales = torch.where(near.value > 0, lengths.clamp_min(1e-300).rsqrt(), 0.0)
     whole = basis.products.energy(basis.stretches.mean(scales))
     return _shares("low_frequency", basis, whole, scales)
-
-
-def _noise(tiled: PairProducts) -> Tensor:
-    """Return two standard errors of ‖P‖₂² where there is no position, from differences of neighbouring groups."""
-    differences = tiled.of_differences()
-    pairs = len(differences.upper) / (len(tiled.upper) or math.nan)
-    return 2 * differences.largest_square().error * math.sqrt(pairs)
 
 
 def sketched_moment(sketch: State, groups: Sequence[int], used: Float[Tensor, " groups"]) -> Float[Tensor, 2]:

@@ -127,11 +127,10 @@ TABLES = tuple(each.name for each in fields(Run) if each.type == "pd.DataFrame")
 
 
 def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.DataFrame:
-    """Read a table that is what was written, and whose columns a reader can use; or `files.CorruptFile`."""
-    written = files.read_bytes_checked(
-        path, sums
-    )  # a folder by that name would be taken for a table in parts
-    table = pd.read_parquet(BytesIO(written), page_checksum_verification=True)
+    """Read a table that is what was written, and whose columns a reader can use; or `CorruptFile`."""
+    # As bytes: a folder by that name would be taken for a table in parts.
+    written = BytesIO(files.read_bytes_checked(path, sums))
+    table = pd.read_parquet(written, page_checksum_verification=True)
     if fault := fault_of(path.stem, table, model):
         raise files.CorruptFile(f"{path.name}: {fault}")
     return table

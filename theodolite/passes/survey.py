@@ -26,7 +26,6 @@ from theodolite.jobs.job import Job, Stage, States, Steps
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.logits.attribution import PatternPass
 from theodolite.logits.shares import SharesPass, sample_of
-from theodolite.measure.catalogue import taken
 from theodolite.measure.extra import Extra, check_extra
 from theodolite.models import OpenModel, open_model
 from theodolite.models.guard import measures
@@ -35,7 +34,7 @@ from theodolite.models.weights.head_weights import NO_MATRIX, no_head_matrix
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of_tables
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, finished_run, run_into
 from theodolite.passes.survey_pass import EXAMPLES, HeadsPass, SurveyPass, choose_sample
-from theodolite.passes.sweep import SweptText, check_swept, folder_of, swept
+from theodolite.passes.sweep import SweptStages, SweptText, folder_of
 from theodolite.passes.tabulate import Facts, added_columns, means_of_text, tabulate
 from theodolite.passes.weights_pass import weights_pass
 from theodolite.system import embedded
@@ -184,9 +183,12 @@ class SurveyPlan:
         self, model: OpenModel, corpus: Corpus, batch: int | None, seed: int, extra: Sequence[Extra]
     ) -> None:
         check_fit(model, corpus)
-        check_swept(model)
+        if model.streamed is not None and model.streamed.unswept is not None:
+            raise UsageError(
+                f"{model.id} cannot be surveyed block by block ({model.streamed.unswept}): leave out --stream"
+            )
         model.check_weights()
-        check_extra(extra, taken)
+        check_extra(extra)
         self.model, self.corpus, self.seed, self.extra = model, corpus, seed, extra
         self.batch = batch_of(corpus, batch)
         self.trailing = corpus.trailing(model.tokenizer)
@@ -222,11 +224,8 @@ class SurveyPlan:
             return weights_pass(model, states.of(f"{TEXT}.inputs"), means, corpus.leading, grid)
 
         def patterns(states: States) -> PatternPass:
-            means = states.of(f"{TEXT}.means")
-
-            def of_halves(layer: int) -> tuple[Tensor, Tensor]:
-                return means_of_halves(means, layer, self.trailing, corpus.leading)
-
+            apart = {"trailing": self.trailing, "leading": corpus.leading}
+            of_halves = functools.partial(means_of_halves, states.of(f"{TEXT}.means"), **apart)
             return PatternPass(model, corpus.contexts.shape[1], seed, of_halves)
 
         later = [
@@ -240,7 +239,12 @@ class SurveyPlan:
         def text(states: States) -> SweptText:
             return SweptText(model, corpus, seed, self.batch, self.extra, folder_of(states.work))
 
-        return [swept(model, [Stage(TEXT, TEXT_TITLE, text), *later])]
+        stages = [Stage(TEXT, TEXT_TITLE, text), *later]
+
+        def together(states: States) -> SweptStages:
+            return SweptStages(model, stages, states.work)
+
+        return [Stage(f"{TEXT}-by-block", TEXT_TITLE, together, tuple(stage.name for stage in stages))]
 
     @measures("self.model")
     def run(self, out: str | Path | None, show_progress: ShowStage) -> Run:

@@ -13,7 +13,6 @@ from theodolite.accumulate.means import KeptStreams
 from theodolite.accumulate.second_moments import MomentsByLayer
 from theodolite.accumulate.sums import State, joined, large_in_files, part_of
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
 from theodolite.jobs.job import Stage, States, Steps
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.measure.extra import Extra
@@ -142,19 +141,3 @@ class SweptText(SurveyPass):
 def folder_of(work: Unfinished) -> Path | None:
     """Return where what does not fit in memory may be kept; None where the work is in memory only."""
     return None if work.out is None else work.folder
-
-
-def swept(model: OpenModel, stages: Sequence[Stage]) -> Stage:
-    """Make one stage of several that go through the blocks together, called and shown as the first."""
-    names = tuple(stage.name for stage in stages)
-    return Stage(
-        f"{names[0]}-by-block", stages[0].title, lambda states: SweptStages(model, stages, states.work), names
-    )
-
-
-def check_swept(model: OpenModel) -> None:
-    """Raise `UsageError` where the passes of a streamed model cannot go through its blocks together."""
-    if model.streamed is not None and model.streamed.unswept is not None:
-        raise UsageError(
-            f"{model.id} cannot be surveyed block by block ({model.streamed.unswept}): leave out --stream"
-        )

@@ -18,11 +18,11 @@ from torch import Tensor
 from theodolite.accumulate.means import Sample
 from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import WorkError
+from theodolite.errors import UsageError, WorkError
 from theodolite.jobs.job import States
 from theodolite.measure.catalogue import EXTRA_COLUMNS, declared, measurements
-from theodolite.measure.column import WITHOUT
-from theodolite.measure.extra import Extra, extra_columns
+from theodolite.measure.column import OPEN_TABLES, WITHOUT
+from theodolite.measure.extra import Extra
 from theodolite.measure.heads import head_rows, heads_that_are
 from theodolite.passes.run import Run
 from theodolite.system.mapped import forget
@@ -152,12 +152,26 @@ def _provenance(states: States, facts: Facts, extra: Sequence[Extra]) -> dict[st
 
 
 def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str, Sequence[float]]]:
-    """Compute the columns of the caller's accumulators, once the text is read; errors are those of `extra_columns`."""
-    if not states.of("corpus.residual"):
-        return {}
+    """Compute the columns of the caller's accumulators, once the text is read: table → column → values.
+
+    Raises:
+        UsageError: a column is not declared, or does not have a value for each row.
+    """
+    tables: dict[str, dict[str, Sequence[float]]] = {table: {} for table in OPEN_TABLES}
+    if not extra or not states.of("corpus.residual"):
+        return tables
     layers, heads = states.of("corpus.attention")["entropy"].shape[:2]
     rows = {"layers": layers + 1, "heads": layers * heads}
-    return extra_columns(extra, lambda name: states.of(f"corpus.extra.{name}"), rows)
+    for one in extra:
+        table_of = {name: column.table for column in one.declared for name in column.columns}
+        for name, values in one.columns(states.of(f"corpus.extra.{one.name}")).items():
+            if name not in table_of:
+                raise UsageError(f"{one.name} gives {name!r}, which it does not declare")
+            table = table_of[name]
+            if len(values) != rows[table]:
+                raise UsageError(f"{one.name}: {len(values)} values of {name!r} for {rows[table]} {table}")
+            tables[table][name] = values
+    return tables
 
 
 def means_of_text(states: States, trailing: int) -> State:
