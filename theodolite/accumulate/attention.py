@@ -6,6 +6,7 @@ a CUDA device no weights are ever written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +25,7 @@ from theodolite.accumulate.sums import (
 )
 from theodolite.attention.inputs import BLOCK, AttentionInputs
 from theodolite.attention.sinks import ReceivedAttention
-from theodolite.attention.summary import AttentionSummary, last_query, summarise, weights_at
+from theodolite.attention.summary import AttentionSummary, Visit, last_query, summarise, weights_at
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.system.processor import parallel_map
 from theodolite.theory.singular import largest_singular_value
@@ -202,9 +203,8 @@ def _statistics(
     inputs: AttentionInputs, tokens: Tokens, part: slice, output: Tensor, trailing: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Write the `output` of some contexts, and return sums over these: of all, and of their group of contexts."""
-    none = output.new_zeros(len(output), inputs.query.shape[1], len(SCORES), dtype=torch.float64)
-    scores = HeadScores(tokens, part, none)
-    summary = summarise(inputs, output, scores.visit, scores.visit_whole)
+    scores = output.new_zeros(len(output), inputs.query.shape[1], len(SCORES), dtype=torch.float64)
+    summary = summarise(inputs, output, *_head_scores(tokens, part, scores))
     visible, propagates = last_query(inputs, trailing)
     entropy, log_sum_exp = summary.entropy.double().sum(dim=0), summary.log_sum_exp.double()
     contexts = torch.tensor(float(len(output)), dtype=torch.float64, device=output.device)
@@ -224,7 +224,7 @@ def _statistics(
         "previous_queries": contexts * (length - 1),
         "same_queries": tokens.repeated[part].sum().to(contexts),
         **{f"total_{name}": sums[name].sum(dim=-1) for name in ("entropy", "propagates", "last_sees")},
-        **dict(zip(SCORES, scores.sums.sum(dim=0).unbind(dim=-1), strict=True)),
+        **dict(zip(SCORES, scores.sum(dim=0).unbind(dim=-1), strict=True)),
     }
     if summary.learned is not None:
         of_group["learned"] = summary.learned.double().sum(dim=(0, 2))
@@ -242,39 +242,34 @@ def _paid_to_pictures(inputs: AttentionInputs, picture: Bool[Tensor, "batch posi
     return {"picture": (paid * behind[:, :, None]).sum(dim=(0, 1)), "text_queries": behind.sum().double()}
 
 
-@dataclass(frozen=True)
-class HeadScores:
-    """Attention to the previous token and to earlier equal tokens, summed over queries, by context and head."""
+def _head_scores(
+    tokens: Tokens, part: slice, sums: Float64[Tensor, "batch heads kinds"]
+) -> tuple[Visit, Callable[[AttentionSummary], None]]:
+    """Make what adds `SCORES`, by context and head, from blocks of weights or, where there are none, from a summary."""
 
-    tokens: Tokens
-    part: slice
-    sums: Float64[Tensor, "batch heads kinds"]
-
-    def visit(
-        self, start: int, first: int, head: int, weights: Float[Tensor, "batch heads rows keys"]
-    ) -> None:
-        """Add the scores of a block: queries from `start`, keys from `first`, heads from `head`."""
-        sums = self.sums[:, head : head + weights.shape[1]]
+    def visit(start: int, first: int, head: int, weights: Float[Tensor, "batch heads rows keys"]) -> None:
+        of_heads = sums[:, head : head + weights.shape[1]]
         # Column c of the block is key first + c; row r's previous key is start + r − 1.
         previous = torch.diagonal(weights, offset=start - first - 1, dim1=-2, dim2=-1)
-        sums[:, :, 0] += previous.double().sum(dim=2)
-        for context, (row, key) in enumerate(self.tokens.pairs[start // BLOCK][self.part]):
+        of_heads[:, :, 0] += previous.double().sum(dim=2)
+        for context, (row, key) in enumerate(tokens.pairs[start // BLOCK][part]):
             row, key = row.to(weights.device), key.to(weights.device)  # layers may be on several devices
             visible = (key >= first) & (key < first + weights.shape[-1])
             row, key = row[visible], key[visible]
-            sums[context, :, 1] += weights[context][:, row, key - first].double().sum(dim=1)
+            of_heads[context, :, 1] += weights[context][:, row, key - first].double().sum(dim=1)
 
-    def visit_whole(self, summary: AttentionSummary) -> None:
-        """Add the scores of whole contexts, of which no weights are there, from their summary."""
+    def visit_whole(summary: AttentionSummary) -> None:
         inputs, normaliser = summary.inputs, summary.log_sum_exp
         query = torch.arange(1, inputs.query.shape[2], device=normaliser.device)
-        self.sums[:, :, 0] += weights_at(inputs, normaliser, query, query - 1).double().sum(dim=2)
-        for number, pairs in enumerate(self.tokens.pairs):
-            for context, (row, key) in enumerate(pairs[self.part]):
-                part = slice(context, context + 1)
+        sums[:, :, 0] += weights_at(inputs, normaliser, query, query - 1).double().sum(dim=2)
+        for number, pairs in enumerate(tokens.pairs):
+            for context, (row, key) in enumerate(pairs[part]):
+                one = slice(context, context + 1)
                 row, key = row.to(normaliser.device) + number * BLOCK, key.to(normaliser.device)
-                paid = weights_at(inputs.of_contexts(part), normaliser[part], row, key)
-                self.sums[context, :, 1] += paid[0].double().sum(dim=1)
+                paid = weights_at(inputs.of_contexts(one), normaliser[one], row, key)
+                sums[context, :, 1] += paid[0].double().sum(dim=1)
+
+    return visit, visit_whole
 
 
 class QueryKeyMoments(LayerSums):

@@ -81,12 +81,14 @@ class LayerSums:
     def add(self, name: str, layer: int, value: Tensor, group: int | None = None) -> None:
         """Add `value` (or take the maximum with it, for the maxima), to one group where there are groups.
 
-        A layer with fewer heads than another one has the first rows.
+        Of a layer with fewer heads than another one, to the first rows.
         """
         tensor = self.at(name, layer, value.device)
         if group is not None:
             tensor = tensor[group]
-        include(tensor[tuple(map(slice, value.shape))], value, maximum=name in self.maxima)
+        if value.ndim == tensor.ndim:
+            tensor = tensor[tuple(map(slice, value.shape))]
+        include(tensor, value, maximum=name in self.maxima)
 
     def state(self) -> State:
         """Return all tensors on the CPU, those of keys in the order of keys; they may change with the next update."""
