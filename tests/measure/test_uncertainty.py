@@ -62,7 +62,7 @@ def states(h: torch.Tensor, labels: torch.Tensor | None = None, batch: int = 16)
 
 def columns(h: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Jackknifed]:
     (means, moments, sketches, outliers), sample, labels = states(h, labels)
-    found = position_columns(means, moments, sketches) | context_columns(means, moments, sample, labels)
+    found = position_columns(means, moments, sketches) | context_columns(means, sample, labels)
     found |= stream_columns(means, outliers)
     return {name: values for name, values in found.items() if isinstance(values, Jackknifed)}
 
@@ -100,7 +100,7 @@ def test_a_layer_without_positions_has_none():
 def test_incoherence_is_of_groups_and_halves_that_share_nothing():
     """Oracle: numpy, pair by pair of groups that do not hold the context."""
     h = hidden(5, contexts=16)
-    (means, moments, _, _), sample, labels = states(h)
+    (means, _, _, _), sample, labels = states(h)
     x = h[1].double().numpy()[:, 1:]
     group = np.arange(16) // 2
     p = np.stack([x[group == g].mean(0) for g in range(8)])
@@ -126,7 +126,7 @@ def test_incoherence_is_of_groups_and_halves_that_share_nothing():
     every = list(range(8))
     without = np.mean([square([g for g in every if g != out]) for out in every])
     expected = 8 * square(every) - 7 * without
-    found = context_columns(means, moments, sample, labels)["incoherence_mean"]
+    found = context_columns(means, sample, labels)["incoherence_mean"]
     assert float(found.value[1]) == pytest.approx(np.sign(expected) * abs(expected) ** 0.5, rel=1e-8)
 
 

@@ -221,21 +221,12 @@ def _add_square(rows: Float[Tensor, "rows width"], total: Float64[Tensor, "width
 def moment_numbers(moment: Float[Tensor, "width width"]) -> Float64[Tensor, 3]:
     """Compute the largest eigenvalue, the trace and the Frobenius norm of a centred second moment."""
     largest = largest_singular_value(moment.unsqueeze(0), tolerance=1e-10).double()
-    return torch.cat([largest, _trace_and_norm(moment)])
-
-
-def _trace_and_norm(moment: Float[Tensor, "width width"]) -> Float64[Tensor, 2]:
-    return torch.stack([moment.trace(), torch.linalg.matrix_norm(moment)])
+    return torch.cat([largest, torch.stack([moment.trace(), torch.linalg.matrix_norm(moment)])])
 
 
 def numbers_of(state: State, layer: int) -> Float64[Tensor, 3]:
     """Return the `moment_numbers` of one layer."""
     return state["numbers"][layer] if "numbers" in state else moment_numbers(state["moment"][layer])
-
-
-def trace_and_norm_of(state: State, layer: int) -> Float64[Tensor, 2]:
-    """Return the trace and the Frobenius norm alone: the eigenvalue is dear."""
-    return state["numbers"][layer, 1:] if "numbers" in state else _trace_and_norm(state["moment"][layer])
 
 
 def covariance(state: State, layer: int) -> Float[Tensor, "width width"]:

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from theodolite.accumulate.means import Sample, decomposed_means, whole_contexts
-from theodolite.accumulate.second_moments import trace_and_norm_of
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import Groups
 from theodolite.judging import Criterion
@@ -56,14 +55,6 @@ _SQUARED = (
         floor="incoherence_random",
         short="incoh.",
         healthy=Criterion("at most", 0.30, "cosine of position and context; GPT-2: 0.051"),
-    ),
-    _share(
-        "incoherence_random",
-        "Root mean square cosine of random directions with the covariance of the hidden states.",
-        "‖Σ‖_F / tr Σ.",
-        source="a closed form",
-        title="incoherence, random",
-        error="",
     ),
     _share(
         "similarity_within",
@@ -116,7 +107,6 @@ _SQUARED = (
 )
 def context_columns(
     means: State,
-    residual: State,
     sample: Sample,
     labels: Int[Tensor, " sampled"],
     leading: int = 1,
@@ -135,9 +125,6 @@ def context_columns(
         read = (means["context_tokens"][layer] > 0).all(dim=0)
         contexts = Contexts(ctx[layer][:, read], labels[read], group[read], list(basis.groups))
         numbers = contexts.similarities() | {"incoherence_mean": contexts.incoherence(basis.p)}
-        trace, norm = trace_and_norm_of(residual, layer)
-        random = norm / trace
-        numbers["incoherence_random"] = Jackknifed.constant(random, len(basis.groups))
         agreement, cluster = contexts.clusters()
         clustering = torch.full_like(labels, -1).masked_scatter(read, cluster)
         return numbers | agreement, clustering

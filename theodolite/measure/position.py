@@ -25,7 +25,17 @@ from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS, one_of_each_stretch
 from theodolite.errors import UsageError
 from theodolite.judging import Criterion
-from theodolite.measure.column import BASIS, LEFT_OUT, POSITIONAL, SHARE, WITHOUT, Array, Column, gives
+from theodolite.measure.column import (
+    BASIS,
+    CONTEXTS,
+    LEFT_OUT,
+    POSITIONAL,
+    SHARE,
+    WITHOUT,
+    Array,
+    Column,
+    gives,
+)
 from theodolite.measure.publications import SONG
 from theodolite.system.processor import once, parallel_map
 from theodolite.theory.singular import by_gram_matrix, screenot_of_values
@@ -249,6 +259,15 @@ def positions_read(means: State) -> int:
         "ours",
         "energy of position",
     ),
+    _share(
+        "incoherence_random",
+        "Root mean square cosine of random directions with the covariance of the hidden states.",
+        "‖Σ‖_F / tr Σ.",
+        "a closed form",
+        "incoherence, random",
+        group=CONTEXTS,
+        error="",
+    ),
     *_smoothness(
         _share,
         "pp_low_frequency",
@@ -327,7 +346,7 @@ def _sizes(basis: GroupedBasis, moment: Float64[Tensor, 3], sketch: State) -> di
     groups, readers = len(basis.p), basis.readers.sum(dim=0)
     # ‖M‖₂² is the largest eigenvalue of the centred moments.
     sketched = leaving_out(lambda used: sketched_moment(sketch, basis.groups, used), groups)
-    exact = moment[:2]
+    exact, (_, trace, norm) = moment[:2], moment
     # A sketch misses a part of the largest eigenvalue: what it says is how that varies.
     moments = Jackknifed(exact, sketched.without * exact / sketched.value)
     whole, variance = moments[0].corrected(), moments[1]
@@ -347,6 +366,7 @@ def _sizes(basis: GroupedBasis, moment: Float64[Tensor, 3], sketch: State) -> di
         "relative_norm": combined(torch.div, square, whole).root(),
         "relative_norm_floor": Jackknifed.constant((noise / whole.value).sqrt(), groups),
         "position_energy": combined(torch.div, energy, variance),
+        "incoherence_random": Jackknifed.constant(norm / trace, groups),
         **_shares("pp_low_frequency", basis, basis.products.energy()),
     }
 
