@@ -58,7 +58,7 @@ def test_an_example_shows_the_head_that_pays_most():
     received = torch.tensor([[[0.2, 0.9]], [[0.25, 0.1]]])  # layers, examples, positions
     head = torch.tensor([[[1, 2]], [[3, 0]]])
     state = {"example_received": received, "example_head": head}
-    table = examples_table(state, torch.tensor([[11, 12]]), str)
+    table, _ = examples_table(state, torch.tensor([[11, 12]]), str)
     assert table[["token", "layer", "head", "sink"]].to_numpy().tolist() == [
         ["11", 1, 3, False],
         ["12", 0, 2, True],

@@ -106,11 +106,7 @@ _SQUARED = (
     Array("context_cluster", "(N, S)", "The k-means cluster of each kept context, −1 for none."),
 )
 def context_columns(
-    means: State,
-    sample: Sample,
-    labels: Int[Tensor, " sampled"],
-    leading: int = 1,
-    grid: Grid | None = None,
+    means: State, sample: Sample, labels: Int[Tensor, " sampled"], leading: int = 1, grid: Grid | None = None
 ) -> dict[str, Any]:
     """Compute the columns of the context vectors, N values each, and their arrays.
 

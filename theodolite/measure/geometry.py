@@ -158,19 +158,13 @@ def stream_columns(
     Array("gram_position", "(n)", "These positions."),
     Array("gram_label", "(m)", "The labels of these contexts."),
     Array("dct", "(N, 10, 10)", "Magnitudes of the lowest frequencies of the normalised Gram matrix of P."),
-    Array("outlier_share", "(N, d)", "Share of tokens with |x| ≥ 6 in each dimension."),
 )
 def pictures(
-    means: State,
-    outliers: State,
-    sample: Sample,
-    labels: Int[Tensor, " sampled"],
-    leading: int = 1,
-    grid: Grid | None = None,
+    means: State, sample: Sample, labels: Int[Tensor, " sampled"], leading: int = 1, grid: Grid | None = None
 ) -> dict[str, Tensor]:
     """Return the arrays that the figures of the residual stream are drawn of.
 
-    From states of `Means`, which kept the contexts of `sample`, with a label each (−1: none), and of `OutlierCounts`.
+    From the state of `Means`, which kept the contexts of `sample`, with a label each (−1: none).
     """
     mean, pos, halves = decomposed_means(means, leading=leading)
     ctx = whole_contexts(halves, means["context_tokens"])
@@ -203,8 +197,7 @@ def pictures(
         }
 
     layers = [of_layer(*one) for one in zip(pos, ctx, tokens, strict=True)]
-    share = outliers["outlier"].sum(dim=1) / outliers["tokens"].sum(dim=1, keepdim=True)
-    whole = {"gram_position": shown, "gram_label": labels[order], "outlier_share": share.float()}
+    whole = {"gram_position": shown, "gram_label": labels[order]}
     return {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]} | whole
 
 
@@ -254,11 +247,20 @@ def principal_axes(
     ),
     _massive("massive_contexts", "Contexts with at least one such token after the first."),
     *(array_without("outliers", name) for name in _COUNTED),
+    Array("outlier_share", "(N, d)", "Share of tokens with |x| ≥ 6 in each dimension."),
+    Array(
+        "typical_magnitude", "(N, d)", "Typical size of each dimension, exp E ln |x| over the text's tokens."
+    ),
+    Array(f"typical_magnitude{WITHOUT}", "(8, N, d)", "The same without each of 8 groups of contexts."),
 )
 def outliers_table(outliers: State, means: State) -> tuple[pd.DataFrame, dict[str, Tensor]]:
-    """Tabulate each layer's outlier dimensions and those with massive activations; counts also without groups."""
+    """Tabulate each layer's outlier dimensions and those with massive activations; with the size of every dimension.
+
+    What is without a group of contexts is NaN below eight contexts.
+    """
     sums = {name: outliers[name].sum(dim=1) for name in ("outlier", *MASSIVE_COUNTS)}
-    share = sums.pop("outlier") / outliers["tokens"].sum(dim=1, keepdim=True)
+    tokens = outliers["tokens"]
+    share = sums.pop("outlier") / tokens.sum(dim=1, keepdim=True)
     notable = torch.stack([share >= OUTLIER_SHARE, *(count > 0 for count in sums.values())]).any(dim=0)
     layer, dimension = rows = notable.nonzero(as_tuple=True)
     columns = {"layer": layer, "dimension": dimension, "share": share[rows]}
@@ -266,7 +268,10 @@ def outliers_table(outliers: State, means: State) -> tuple[pd.DataFrame, dict[st
     columns |= {name: count[rows].long() for name, count in sums.items()}
     contexts = means["contexts"]
     total, known = contexts.sum(dim=1), (contexts > 0).all()
-    arrays = {}
+    logs = ratio(outliers["log_magnitude"].transpose(0, 1), tokens.T[:, :, None])
+    sizes = combined(typical_magnitude, logs).if_known((tokens > 0).all())
+    arrays = {"outlier_share": share.float(), "typical_magnitude": sizes.value.float()}
+    arrays[f"typical_magnitude{WITHOUT}"] = sizes.without.float()
     for name in _COUNTED:
         # Of all contexts: as many times the mean.
         mean = ratio(outliers[name].transpose(0, 1), contexts.T[:, :, None])
@@ -274,22 +279,6 @@ def outliers_table(outliers: State, means: State) -> tuple[pd.DataFrame, dict[st
         columns[f"{name}_se"] = count.error
         arrays[f"outliers.{name}{WITHOUT}"] = count.without.float()
     return table_of(columns), arrays
-
-
-@gives(
-    Array(
-        "typical_magnitude",
-        "(N, d)",
-        "Typical size of each dimension, exp E ln |x| over the tokens of the text.",
-    ),
-    Array(f"typical_magnitude{WITHOUT}", "(8, N, d)", "The same without each of 8 groups of contexts."),
-)
-def typical_sizes(outliers: State) -> dict[str, Tensor]:
-    """Compute the typical size of every dimension; without a group NaN below eight contexts."""
-    tokens = outliers["tokens"]
-    logs = ratio(outliers["log_magnitude"].transpose(0, 1), tokens.T[:, :, None])
-    sizes = combined(typical_magnitude, logs).if_known((tokens > 0).all())
-    return {"typical_magnitude": sizes.value.float(), f"typical_magnitude{WITHOUT}": sizes.without.float()}
 
 
 @gives(

@@ -246,26 +246,24 @@ def sinks_table(attention: State, text: Callable[[int], str]) -> tuple[pd.DataFr
     Column("examples", "layer", "The block of that head."),
     Column("examples", "head", "That head."),
     Column("examples", "sink", f"Whether that is more than {SINK_THRESHOLD}.", kind="flag"),
+    Array("example_picture", "(E, height, width, 3)", "The first images of a survey of images."),
+    Array("example_received", "(L, E, T)", "The most attention that any head of a block pays each token."),
 )
 def examples_table(
-    attention: State, examples: Int[Tensor, "examples positions"], text: Callable[[int], str]
-) -> pd.DataFrame:
-    """Tabulate every token of the example contexts with the most attention that any head pays it on average."""
+    attention: State,
+    examples: Int[Tensor, "examples positions"],
+    text: Callable[[int], str],
+    pictures: Tensor | None = None,
+) -> tuple[pd.DataFrame, dict[str, Tensor]]:
+    """Tabulate the tokens of the examples with the most attention that any head pays them, images as arrays, too."""
     received, layer = attention["example_received"].max(dim=0)
     head = attention["example_head"].gather(0, layer[None])[0].long()
     context, position = places = (examples != NO_TOKEN).nonzero(as_tuple=True)
     ids = examples[places]
     columns = {"context": context, "position": position, "token_id": ids}
     columns |= {"token": [text(token) for token in ids.tolist()], "received": received[places]}
-    return table_of(
-        columns | {"layer": layer[places], "head": head[places], "sink": is_sink(received)[places]}
-    )
-
-
-@gives(
-    Array("example_picture", "(E, height, width, 3)", "The first images of a survey of images."),
-    Array("example_received", "(L, E, T)", "The most attention that any head of a block pays each token."),
-)
-def picture_arrays(pictures: Tensor, attention: State) -> dict[str, Tensor]:
-    """Return what a figure shows on the first images."""
-    return {"example_picture": pictures, "example_received": attention["example_received"].float()}
+    columns |= {"layer": layer[places], "head": head[places], "sink": is_sink(received)[places]}
+    if pictures is None:
+        return table_of(columns), {}
+    by_layer = attention["example_received"].float()
+    return table_of(columns), {"example_picture": pictures, "example_received": by_layer}

@@ -35,7 +35,7 @@ from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of_ta
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, finished_run, run_into
 from theodolite.passes.survey_pass import EXAMPLES, HeadsPass, SurveyPass, choose_sample
 from theodolite.passes.sweep import SweptStages, SweptText, folder_of
-from theodolite.passes.tabulate import Facts, added_columns, means_of_text, tabulate
+from theodolite.passes.tabulate import added_columns, means_of_text, tabulate
 from theodolite.passes.weights_pass import weights_pass
 from theodolite.system import embedded
 from theodolite.system.choices import check_whole
@@ -264,8 +264,8 @@ class SurveyPlan:
         examples = corpus.contexts[:EXAMPLES]
         if model.structure.cross and corpus.sources is not None:  # what they receive is of keys
             examples = corpus.sources[:EXAMPLES]
-        text = text_of_tokens(model, corpus)
-        return tabulate(states, Facts(provenance, corpus, text, sample, examples), self.extra)
+        facts = {"text": text_of_tokens(model, corpus), "sample": sample, "examples": examples}
+        return tabulate(states, provenance, corpus, self.extra, **facts)
 
     def read_shard(self, out: str | Path | None, shard: tuple[int, int], show_progress: ShowStage) -> None:
         """Read the chunks of a shard that are not read yet, and leave their sums beside `out`."""
@@ -496,7 +496,7 @@ def survey_heads(
     ]
 
     def tables(states: States) -> Run:
-        return tabulate(states, Facts(provenance, corpus))
+        return tabulate(states, provenance, corpus)
 
     return run_into(stages, tables, None, fingerprint, show_progress=show_progress)
 
@@ -524,7 +524,7 @@ def spectra(
     def tables(states: States) -> Run:
         if set(states.notes["weights"]["spectrum_of"]) == {NO_MATRIX}:
             raise no_head_matrix(model.id)
-        return tabulate(states, Facts(describe_model(model) | {"fingerprint": fingerprint}))
+        return tabulate(states, describe_model(model) | {"fingerprint": fingerprint})
 
     stages = [Stage("weights", WEIGHTS_TITLE, lambda states: weights_pass(model))]
     return run_into(stages, tables, out, fingerprint, show_progress=show_progress)

@@ -7,8 +7,7 @@ a state is missing (a survey of heads alone, spectra from weights alone) leaves 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -29,23 +28,19 @@ from theodolite.system.mapped import forget
 from theodolite.theory.unbiased import Jackknifed
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts on the model and the text that the tables need besides what was summed; without a corpus nothing was read.
+def tabulate(
+    states: States,
+    provenance: dict[str, Any],
+    corpus: Corpus | None = None,
+    extra: Sequence[Extra] = (),
+    **facts: Any,
+) -> Run:
+    """Make all tables and arrays of a survey from what its stages have left; without a corpus nothing was read.
 
-    `text` is that of a token id, `sample` what vectors were kept, `examples` the ids of the contexts that are shown.
+    `extra`: its added accumulators. Of a whole survey `facts` are `text` of a token id, `sample`, what vectors were
+    kept, and `examples`, the ids of the contexts that are shown.
     """
-
-    provenance: dict[str, Any]
-    corpus: Corpus | None = None
-    text: Callable[[int], str] = str
-    sample: Sample | None = None
-    examples: Tensor | None = None
-
-
-def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
-    """Make all tables and arrays of a survey from what its stages have left; `extra`: its added accumulators."""
-    inputs = _inputs(states, facts)
+    inputs = facts | _inputs(states, provenance, corpus, **facts)
     columns: dict[str, dict[str, Any]] = {"layers": {}, "heads": {}}
     tables: dict[str, pd.DataFrame] = {}
     arrays: dict[str, Tensor] = {}
@@ -79,7 +74,15 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
     tables["layers"] = pd.DataFrame(_in_order("layers", columns))
     tables["heads"] = heads_that_are(_in_order("heads", columns), inputs["heads_of"])
     arrays |= {name: of[:, rows] for name, of in arrays.items() if name.startswith("heads.")}
-    return Run(**tables, arrays=arrays, provenance=_provenance(states, facts, extra))
+    added: dict[str, Any] = {}
+    if corpus is not None:
+        added["wall_seconds"] = states.seconds
+    if "refused" in inputs:
+        refused = states.notes["patterns"]["refused"] | inputs["refused"]
+        added["constituents_refused"] = {layer: refused[layer] for layer in sorted(refused, key=int)}
+    if extra:
+        added[EXTRA_COLUMNS] = [column.to_json() for one in extra for column in one.declared]
+    return Run(**tables, arrays=arrays, provenance=provenance | added)
 
 
 def _in_order(table: str, columns: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -88,7 +91,14 @@ def _in_order(table: str, columns: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: columns[table][name] for name in order if name in columns[table]} | columns[table]
 
 
-def _inputs(states: States, facts: Facts) -> dict[str, Any]:
+def _inputs(
+    states: States,
+    provenance: dict[str, Any],
+    corpus: Corpus | None,
+    sample: Sample | None = None,
+    examples: Sequence[Any] = (),
+    **_: Any,
+) -> dict[str, Any]:
     """Return what declared functions find by the names of their parameters."""
     notes = states.notes["weights"]
     inputs: dict[str, Any] = {
@@ -99,11 +109,9 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
     }
     if patterns := states.of("patterns"):
         inputs |= {"patterns": patterns} | ({"attribution": patterns} if "numbers" in patterns else {})
-    if not states.of("corpus"):
+    if corpus is None:
         return inputs
-    corpus = facts.corpus
-    assert corpus is not None
-    trailing = facts.provenance["corpus"]["trailing_special_tokens"]
+    trailing = provenance["corpus"]["trailing_special_tokens"]
     inputs |= {
         "attention": states.of("corpus.attention"),
         "means": means_of_text(states, trailing),
@@ -113,42 +121,25 @@ def _inputs(states: States, facts: Facts) -> dict[str, Any]:
         "leading": corpus.leading,
         "grid": None if corpus.grid is None else corpus.grid.shape,
     }
-    if not states.of("corpus.residual"):
+    if sample is None:
         return inputs
     for moments in ("residual", "inputs"):
         for layer, moment in enumerate(states.of(f"corpus.{moments}").get("moment", ())):
             refuse_overflow(layer, moment)
-    assert facts.sample is not None
-    assert facts.examples is not None
     labels = corpus.labels
     if len(labels[labels >= 0].unique()) < 2:  # the name of the only file, say: it tells nothing apart
         labels = torch.full_like(labels, -1)
     if corpus.images is not None:
-        pixels = corpus.images.pixels(slice(0, len(facts.examples)))
+        pixels = corpus.images.pixels(slice(0, len(examples)))
         inputs["pictures"] = corpus.images.reader.shown(pixels)
     of_text = "residual", "sketches", "outliers", "massive", "query_keys"
     return inputs | {
         **{name: states.of(f"corpus.{name}") for name in of_text},
         "gram_norm": inputs["attention"]["gram_norm"],
-        "sample": facts.sample,
-        "labels": labels[facts.sample.kept],
-        "examples": facts.examples,
-        "text": facts.text,
+        "labels": labels[sample.kept],
         "shares": states.of("shares"),
         "refused": states.notes["shares"]["refused"],
     }
-
-
-def _provenance(states: States, facts: Facts, extra: Sequence[Extra]) -> dict[str, Any]:
-    added: dict[str, Any] = {}
-    if states.of("corpus"):
-        added["wall_seconds"] = states.seconds
-    if states.of("corpus.residual"):
-        refused = states.notes["patterns"]["refused"] | states.notes["shares"]["refused"]
-        added["constituents_refused"] = {layer: refused[layer] for layer in sorted(refused, key=int)}
-    if extra:
-        added[EXTRA_COLUMNS] = [column.to_json() for one in extra for column in one.declared]
-    return facts.provenance | added
 
 
 def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str, Sequence[float]]]:
