@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class MeansPass(CorpusPass):
     """Sum the residual stream of a text by position, the tokens with massive activations apart."""
 
     _keeps_sample = True
+    _sums: ClassVar[dict[str, str]] = {"means": "means"}  # name → attribute
+    extra: Sequence[Extra] = ()
 
     @measures("model")
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
@@ -50,7 +53,8 @@ class MeansPass(CorpusPass):
     @property
     def accumulators(self) -> dict[str, LayerSums]:
         """The accumulators by name."""
-        return {"means": self.means}
+        own = {name: getattr(self, attribute) for name, attribute in self._sums.items()}
+        return own | {f"extra.{one.name}": one for one in self.extra}
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Announce the next contexts, `first …`."""
@@ -70,6 +74,7 @@ class HeadsPass(MeansPass):
     """Sum what the table of heads needs of a text: means by position, attention's inputs, attention statistics."""
 
     _keeps_sample = False
+    _sums = MeansPass._sums | {"inputs": "inputs", "attention": "attention_statistics"}
     _examples = 0
     _moments: type[SecondMoments] = SecondMoments
 
@@ -83,11 +88,6 @@ class HeadsPass(MeansPass):
             *sizes, self.trailing, self.leading, pictured=corpus.pictured is not None
         )
         self._tokens: Tokens | None = None
-
-    @property
-    def accumulators(self) -> dict[str, LayerSums]:
-        """The accumulators by name."""
-        return super().accumulators | {"inputs": self.inputs, "attention": self.attention_statistics}
 
     @measures("self.model")
     def merge(self, state: State) -> None:
@@ -117,6 +117,8 @@ class SurveyPass(HeadsPass):
     """Sum all that a survey needs of a text, with copies of the caller's own accumulators."""
 
     _keeps_sample = True
+    _of_stream = ("residual", "sketches", "massive", "streams", "query_keys", "outliers")
+    _sums = HeadsPass._sums | dict(zip(_of_stream, _of_stream, strict=True))
     _examples = EXAMPLES
 
     @measures("model")
@@ -133,13 +135,6 @@ class SurveyPass(HeadsPass):
         )
         self.query_keys = QueryKeyMoments(model.layers, model.heads, model.head_width)
         self.extra = [copy.deepcopy(accumulator) for accumulator in extra]
-
-    @property
-    def accumulators(self) -> dict[str, LayerSums]:
-        """The accumulators by name."""
-        names = ("residual", "sketches", "massive", "streams", "query_keys", "outliers")
-        own = super().accumulators | {name: getattr(self, name) for name in names}
-        return own | {f"extra.{extra.name}": extra for extra in self.extra}
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
