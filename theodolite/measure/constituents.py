@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -259,30 +260,27 @@ def share_columns(shares: State, refused: Collection[str]) -> dict[str, Jackknif
     }
 
 
+_constituent = partial(Column, "constituents")
+
+
 @gives(
     *head_places("constituents"),
-    Column(
-        "constituents",
+    _constituent(
         "query",
         "The part of the query.",
         "`mean`, `pos`, `ctx`, `resid` or `bias`; or `additive` and no key part: ALiBi or another bias on logits.",
         title="query part",
         names=(*PARTS, ADDITIVE),
     ),
-    Column(
-        "constituents", "key", "The part of the key.", "As the query's.", title="key part", names=(*PARTS, "")
-    ),
-    Column(
-        "constituents",
+    _constituent("key", "The part of the key.", "As the query's.", title="key part", names=(*PARTS, "")),
+    _constituent(
         "share",
         "Share of the variance of the head's logits that the product of these parts carries.",
         "Rows centred over the keys that they see, Σ constituent · logit / Σ logit²; before any cap, without position "
         "0. Shares of a head sum to 1; one may be negative.",
         f"{SONG}, section 5.2",
     ),
-    Column(
-        "constituents", "standard_error", "Of the share, from leaving out one context at a time (jackknife)."
-    ),
+    _constituent("standard_error", "Of the share, from leaving out one context at a time (jackknife)."),
 )
 def constituents_table(shares: State, refused: Collection[str], heads_of: Sequence[int]) -> pd.DataFrame:
     """Tabulate each layer, head and pair of parts, and the additive bias, of the layers that are not `refused`."""

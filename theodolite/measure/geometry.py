@@ -50,6 +50,7 @@ _share = partial(_layer, range=SHARE)
 _DEPTH = f"{SONG}, Fig. 8"
 _outlier = partial(Column, "outliers")
 _massive = partial(_outlier, source=f"{ZHANG}, section 2")
+_counted = partial(_massive, error=LEFT_OUT)
 _token = partial(Column, "massive")
 _COUNTED = ("massive", "massive_first")
 
@@ -126,7 +127,7 @@ def stream_columns(
     def mean(name: str, count: Tensor = contexts) -> Jackknifed:
         return ratio(means[name][:, filled].T, count)
 
-    def counted(name: str) -> Jackknifed:
+    def occurrences(name: str) -> Jackknifed:
         counts = outliers[name][:, filled].sum(dim=2).T
         total = counts.sum(dim=0)  # of the whole corpus, also without a group
         number = Jackknifed(total, ratio(counts, contexts).without * contexts.sum(dim=0))
@@ -139,13 +140,13 @@ def stream_columns(
         "norm_first": mean("norm_first_sum"),
         "cosine_previous": mean("cosine_sum", tokens).where(torch.arange(contexts.shape[1]) > 0),
         "rank_collapse": mean("collapse_sum"),
-        "massive_activations": counted("massive"),
-        "massive_activations_first": counted("massive_first"),
+        "massive_activations": occurrences("massive"),
+        "massive_activations_first": occurrences("massive_first"),
         "outlier_dimensions": combined(lambda of: (of >= OUTLIER_SHARE).sum(dim=1).double(), outlier_shares),
     }
     if "norm_last_sum" in means:
         columns["norm_last"] = mean("norm_last_sum")
-        columns["massive_activations_last"] = counted("massive_last")
+        columns["massive_activations_last"] = occurrences("massive_last")
     tokens_left_out = {} if massive is None else {"massive_tokens": massive["count"].tolist()}
     return {"layer": list(range(contexts.shape[1])), **columns, **tokens_left_out}
 
@@ -238,13 +239,8 @@ def principal_axes(
     ),
     _outlier("maximum", "The largest |x| of the text."),
     _outlier("maximum_first", "The largest |x| at position 0.", title="maximum, first token"),
-    _massive("massive", "Tokens with a massive activation in this dimension.", error=LEFT_OUT),
-    _massive(
-        "massive_first",
-        "First tokens with a massive activation in this dimension.",
-        title="massive, first token",
-        error=LEFT_OUT,
-    ),
+    _counted("massive", "Tokens with a massive activation in this dimension."),
+    _counted("massive_first", "First tokens with a massive activation in it.", title="massive, first token"),
     _massive("massive_contexts", "Contexts with at least one such token after the first."),
     *(array_without("outliers", name) for name in _COUNTED),
     Array("outlier_share", "(N, d)", "Share of tokens with |x| ≥ 6 in each dimension."),

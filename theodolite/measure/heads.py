@@ -260,9 +260,16 @@ def examples_table(
     head = attention["example_head"].gather(0, layer[None])[0].long()
     context, position = places = (examples != NO_TOKEN).nonzero(as_tuple=True)
     ids = examples[places]
-    columns = {"context": context, "position": position, "token_id": ids}
-    columns |= {"token": [text(token) for token in ids.tolist()], "received": received[places]}
-    columns |= {"layer": layer[places], "head": head[places], "sink": is_sink(received)[places]}
+    columns: dict[str, Tensor | list[str]] = {
+        "context": context,
+        "position": position,
+        "token_id": ids,
+        "token": [text(token) for token in ids.tolist()],
+        "received": received[places],
+        "layer": layer[places],
+        "head": head[places],
+        "sink": is_sink(received)[places],
+    }
     if pictures is None:
         return table_of(columns), {}
     by_layer = attention["example_received"].float()

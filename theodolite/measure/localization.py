@@ -27,21 +27,16 @@ from theodolite.theory.spectrum import core_eigenvalues, qk_moments, qk_spectral
 
 _spectral = partial(Column, "heads", range=SIGNED, group=SPECTRUM)
 _size = partial(Column, "heads", group=SPECTRUM, decades=True)
-_SECTION, _SPREAD, _CONCENTRATION, _REGIME = (
-    f"{BAO}, {place}" for place in ("section 4", "eq. 8", "eq. 6", "Lemma 2")
-)
+_PLACES = ("section 4", "eq. 8", "eq. 6", "Lemma 2")
+_section, _spread, _concentration, _rule = (partial(_spectral, source=f"{BAO}, {place}") for place in _PLACES)
 
 _MOMENTS = (
-    _spectral(
-        "trace",
-        "tr W, the sum of the eigenvalues. Positive: queries prefer similar keys.",
-        source=_SECTION,
-        short="trace",
+    _section(
+        "trace", "tr W, the sum of the eigenvalues. Positive: queries prefer similar keys.", short="trace"
     ),
-    _spectral(
+    _section(
         "trace_of_square",
         "tr W², the sum of squared eigenvalues; negative where rotation outweighs stretching.",
-        source=_SECTION,
         title="trace of the square",
     ),
     _size(
@@ -50,42 +45,34 @@ _MOMENTS = (
         source=f"{BAO}, section 6",
         title="squared Frobenius norm",
     ),
-    _spectral("mean", "tr W/d, over all d eigenvalues.", source=_SPREAD, title="spectrum mean"),
-    _spectral(
+    _spread("mean", "tr W/d, over all d eigenvalues.", title="spectrum mean"),
+    _spread(
         "variance",
         "tr W²/d − (tr W/d)²: the variance of the eigenvalues' real parts less the mean square of their imaginary "
         "parts. Small around a mean away from 0: localized attention without collapse.",
-        source=_SPREAD,
         title="spectrum variance",
         short="variance",
     ),
-    _spectral(
-        "xi",
-        "tr W/√tr W². Empty where tr W² is negative: use the ξ of the symmetric part there.",
-        source=_CONCENTRATION,
-        title="ξ",
-    ),
-    _size("eta", "√tr W²/λ. Empty where tr W² is negative.", "λ = 1 / scaling.", _CONCENTRATION, "η"),
-    _spectral(
+    _concentration("xi", "tr W/√tr W². Empty where tr W² is negative: use `xi_symmetric` there.", title="ξ"),
+    _size("eta", "√tr W²/λ. Empty where tr W² is negative.", "λ = 1 / scaling.", f"{BAO}, eq. 6", "η"),
+    _concentration(
         "xi_symmetric",
         "tr W/√tr W² of the symmetric part of W. Sign: late (+) or early (−); size: concentration of the spectrum.",
         "Always defined; `regime` is read off this one and `eta_symmetric`.",
-        _CONCENTRATION,
-        "ξ of the symmetric part",
+        title="ξ of the symmetric part",
         short="ξ sym.",
     ),
     _size(
         "eta_symmetric",
         "√tr W²/λ of the symmetric part of W: the scale of the spectrum. Large: the signal vanishes.",
         "λ = 1 / scaling.",
-        _CONCENTRATION,
+        f"{BAO}, eq. 6",
         "η of the symmetric part",
         short="η sym.",
     ),
-    _spectral(
+    _rule(
         "r",
         "tr W/λ. Far beyond ±2 with a small η the signal localizes in the middle; near 0 it is uniform.",
-        source=_REGIME,
         title="r = ξη",
         short="r",
     ),
@@ -93,21 +80,19 @@ _MOMENTS = (
 MOMENTS = tuple(column.name for column in _MOMENTS)
 
 _OF_WEIGHTS = (
-    _spectral(
+    _rule(
         "regime",
         "Where signal should propagate: early, middle or late positions, all equally (uniform), none (vanishing).",
         f"`{UNDEFINED}` where `spectrum_of` is not `{EXACT}`.",
-        _REGIME,
-        "predicted regime",
+        title="predicted regime",
         kind="name",
         short="regime",
     ),
-    _spectral(
+    _rule(
         "regime_margin",
         "How far what decides the regime is from the next threshold: 0.02 is borderline, 0.3 clear.",
         "Empty where undefined.",
-        _REGIME,
-        "margin of the regime",
+        title="margin of the regime",
         range=SHARE,
     ),
     *_MOMENTS,

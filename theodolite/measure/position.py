@@ -400,7 +400,8 @@ def ranks(basis: GroupedBasis) -> tuple[dict[str, Jackknifed], Float[Tensor, "gr
     )
     every = (sums / counts.clamp_min(1), *others)
     values, (_, *axes) = zip(*(by_gram_matrix(matrix, SCREENOT_RANK) for matrix in every), strict=True)
-    of_all, *without = screenot_of_values(torch.stack(values), tuple(sums.shape), bound).rank.double()
+    rows, width = sums.shape
+    of_all, *without = screenot_of_values(torch.stack(values), (rows, width), bound).rank.double()
     screenot = Jackknifed(of_all, torch.stack(without))
     products = [
         ((own @ directions) * (other @ directions)).sum(dim=0)
