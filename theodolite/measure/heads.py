@@ -43,8 +43,9 @@ _SINK = (
 )
 
 
-def _of_role(role: head_roles.HeadRole, group: str, source: str, formula: str = "", **more: Any) -> Column:
+def _of_role(role: head_roles.HeadRole, source: str, formula: str, **more: Any) -> Column:
     """Declare the column of a role's score."""
+    group = SINKS if role in head_roles.SINK_ROLES else BEHAVIOUR
     return _measured(role.column, role.meaning, formula, source, role.name, group=group, **more)
 
 
@@ -94,24 +95,17 @@ def head_rows(heads_of: Sequence[int]) -> list[int]:
         group=ATTENTION,
         healthy=Criterion("at least", 0.05, "mean propagation: hardly any key's signal reaches the gradient"),
     ),
-    _of_role(head_roles.PREVIOUS_TOKEN, BEHAVIOUR, OLSSON, "Mean over queries at positions 1 … T − 1."),
-    _of_role(
-        head_roles.SAME_TOKEN, BEHAVIOUR, f"{SONG}, section 5", "All earlier copies, over queries with one."
-    ),
-    _of_role(head_roles.FIRST_TOKEN_SINK, SINKS, f"{XIAO}; {ZHANG}", f"Key 0. {_SINK}"),
-    _of_role(head_roles.LATER_SINK, SINKS, ZHANG, "A later key of the text, defined as `sink_first`."),
+    _of_role(head_roles.PREVIOUS_TOKEN, OLSSON, "Mean over queries at positions 1 … T − 1."),
+    _of_role(head_roles.SAME_TOKEN, f"{SONG}, section 5", "All earlier copies, over queries with one."),
+    _of_role(head_roles.FIRST_TOKEN_SINK, f"{XIAO}; {ZHANG}", f"Key 0. {_SINK}"),
+    _of_role(head_roles.LATER_SINK, ZHANG, "A later key of the text, defined as `sink_first`."),
     _of_role(
         head_roles.END_TOKEN_SINK,
-        SINKS,
         "Clark et al. 2019, section 3.2",
         "Only where special tokens end every context, which are then no later keys.",
     ),
     _of_role(
-        head_roles.LEARNED_SINK,
-        SINKS,
-        "models with a sink column, such as gpt-oss",
-        "Mean over queries.",
-        rare=True,
+        head_roles.LEARNED_SINK, "models with a sink column, such as gpt-oss", "Mean over queries.", rare=True
     ),
     _measured(
         "to_image",
@@ -165,7 +159,6 @@ def propagation_of_moments(query_keys: State, attention: State) -> dict[str, Ten
 @gives(
     _of_role(
         head_roles.INDUCTION,
-        BEHAVIOUR,
         OLSSON,
         "On ⌊T/2⌋ random tokens, twice: mean attention from the second copy to the token after the first.",
         error="each random sequence left out in turn (jackknife)",
