@@ -66,11 +66,6 @@ def declared(table: str, provenance: dict[str, Any] | None = None) -> dict[str, 
     return {column.name: column for column in sorted(columns, key=place)}
 
 
-def names_of_columns(table: str) -> set[str]:
-    """Return the names of a table's columns, standard errors and indices included."""
-    return {name for column in declared(table).values() for name in column.columns}
-
-
 def fault_of(table: str, rows: pd.DataFrame, model: dict[str, Any]) -> str | None:
     """Say what makes a table of a run of this `model` unreadable; None: nothing.
 

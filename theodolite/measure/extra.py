@@ -12,7 +12,7 @@ from torch import Tensor
 from theodolite.accumulate.sums import LayerSums, State
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
-from theodolite.measure.catalogue import names_of_columns
+from theodolite.measure.catalogue import declared
 from theodolite.measure.column import OPEN_TABLES, Column
 
 
@@ -56,7 +56,10 @@ def check_extra(extra: Sequence[Extra]) -> None:
     names = Counter(accumulator.name for accumulator in extra)
     if twice := [name for name, count in names.items() if count > 1]:
         raise UsageError(f"extra: two accumulators are called {twice[0]!r}: give each a name of its own")
-    names_of = {table: names_of_columns(table) for table in OPEN_TABLES}
+    names_of = {
+        table: {name for column in declared(table).values() for name in column.columns}
+        for table in OPEN_TABLES
+    }
     for name, table, columns in ((e.name, c.table, set(c.columns)) for e in extra for c in e.declared):
         if table not in OPEN_TABLES:
             raise UsageError(f"{name} declares columns of {table!r}: declare them of 'layers' or 'heads'")
