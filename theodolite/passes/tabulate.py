@@ -96,7 +96,7 @@ def _inputs(
     provenance: dict[str, Any],
     corpus: Corpus | None,
     sample: Sample | None = None,
-    examples: Sequence[Any] = (),
+    examples: Tensor | None = None,
     **_: Any,
 ) -> dict[str, Any]:
     """Return what declared functions find by the names of their parameters."""
@@ -129,7 +129,7 @@ def _inputs(
     labels = corpus.labels
     if len(labels[labels >= 0].unique()) < 2:  # the name of the only file, say: it tells nothing apart
         labels = torch.full_like(labels, -1)
-    if corpus.images is not None:
+    if corpus.images is not None and examples is not None:
         pixels = corpus.images.pixels(slice(0, len(examples)))
         inputs["pictures"] = corpus.images.reader.shown(pixels)
     of_text = "residual", "sketches", "outliers", "massive", "query_keys"
