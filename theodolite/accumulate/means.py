@@ -168,8 +168,8 @@ def decomposed_means(state: State, trailing: int = 0, leading: int = 1) -> tuple
     """Return μ (N, d), pos (N, T, d) and ctx (N, 2, S, d) from the state, as `decomposed` has them of each layer."""
     text = slice(leading, state["position_sum"].shape[2] - trailing)
     layers = [
-        decomposed(sums.sum(dim=0), readers.sum(dim=0), *of_contexts, text)
-        for sums, readers, *of_contexts in zip(
+        decomposed(sums.sum(dim=0), readers.sum(dim=0), context_mean, tokens, text)
+        for sums, readers, context_mean, tokens in zip(
             *(state[name] for name in ("position_sum", "readers", "context_mean", "context_tokens")),
             strict=True,
         )

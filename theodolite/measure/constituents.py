@@ -397,8 +397,8 @@ def head_matrices(
     if not raw:
         over = visible.clone()
         over[:, : min(first, 1)] = False
-        count = over.sum(-1, keepdim=True).clamp_min(1)
-        matrices = {name: of - (of * over).sum(-1, keepdim=True) / count for name, of in matrices.items()}
+        seen = over.sum(-1, keepdim=True).clamp_min(1)
+        matrices = {name: of - (of * over).sum(-1, keepdim=True) / seen for name, of in matrices.items()}
     matrices[ATTENTION] = of_head.attention[0].cpu()
     window = slice(first, first + MOST_POSITIONS)
     return [
