@@ -55,7 +55,7 @@ def layers_of(model: OpenModel, corpus: Corpus) -> dict[str, Jackknifed]:
     reading.read(0, reading.total)
     means, residual = reading.means.state(), reading.residual.state()
     columns: dict[str, Any] = position_columns(means, residual, reading.sketches.state())
-    columns |= context_columns(means, residual, reading.sample, corpus.labels[reading.sample.kept])
+    columns |= context_columns(means, reading.sample, corpus.labels[reading.sample.kept])
     columns |= stream_columns(means, reading.outliers.state())
     numbers = {name: values for name, values in columns.items() if isinstance(values, Jackknifed)}
     scale = 1000 / reading.total

@@ -9,7 +9,7 @@ import transformers
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from theodolite import Corpus, survey
-from theodolite.accumulate.query_keys import QueryKeyMoments
+from theodolite.accumulate.attention import QueryKeyMoments
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.models import open_model
 from theodolite.theory.propagation import propagation_of_draws

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from theodolite.measure.clusters import clusters
+from theodolite.measure.contexts import clusters
 
 
 def planted(spread: float, groups: int = 4, each: int = 9) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,8 +12,7 @@ import torch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.logits.constituents import constituents
-from theodolite.measure.constituents import Constituents
-from theodolite.measure.head_matrices import HeadMatrix, head_matrices
+from theodolite.measure.constituents import Constituents, HeadMatrix, head_matrices
 from theodolite.theory.decomposition import PARTS
 
 CONTEXTS, LENGTH = 4, 20

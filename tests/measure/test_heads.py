@@ -23,8 +23,7 @@ from theodolite.measure.head_roles import (
 )
 from theodolite.measure.heads import examples_table, sinks_table
 from theodolite.measure.localization import layer_spectra
-from theodolite.measure.position import GroupedBasis
-from theodolite.measure.positional import argmax_property, positional_heads, qk_low_frequency
+from theodolite.measure.position import GroupedBasis, argmax_property, positional_heads, qk_low_frequency
 from theodolite.models.weights.head_weights import EXACT, HeadWeights
 from theodolite.passes.survey import survey
 
@@ -59,7 +58,7 @@ def test_an_example_shows_the_head_that_pays_most():
     received = torch.tensor([[[0.2, 0.9]], [[0.25, 0.1]]])  # layers, examples, positions
     head = torch.tensor([[[1, 2]], [[3, 0]]])
     state = {"example_received": received, "example_head": head}
-    table = examples_table(state, torch.tensor([[11, 12]]), str)
+    table, _ = examples_table(state, torch.tensor([[11, 12]]), str)
     assert table[["token", "layer", "head", "sink"]].to_numpy().tolist() == [
         ["11", 1, 3, False],
         ["12", 0, 2, True],
@@ -73,7 +72,7 @@ def test_every_role_is_read_off_a_column_of_its_own():
     assert len({role.column for role in ROLES}) == len(ROLES)
     assert set(COMMON_ROLES) == set(ROLES) - {LEARNED_SINK, END_TOKEN_SINK}
     assert {role.column for role in COMMON_ROLES} <= set(make_survey().heads.columns)
-    assert {pattern.role for pattern in ATTENTION_PATTERNS.values()} == set(PATTERN_ROLES)
+    assert set(ATTENTION_PATTERNS.values()) == set(PATTERN_ROLES)
 
 
 HEADS, WIDTH, HEAD_WIDTH = 3, 12, 4

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from tests.measure.test_uncertainty import CONTEXTS, LENGTH, WIDTH, hidden
-from theodolite.accumulate.massive import MassiveTokens, massive_tokens, without
 from theodolite.accumulate.means import Means, Sample
-from theodolite.accumulate.outliers import OutlierCounts
+from theodolite.accumulate.outliers import MassiveTokens, OutlierCounts, massive_tokens, without
 from theodolite.accumulate.second_moments import Centred, SecondMoments
-from theodolite.measure.geometry import stream_columns
-from theodolite.measure.massive import massive_table
+from theodolite.measure.geometry import massive_table, stream_columns
 
 SAMPLE = Sample(torch.arange(CONTEXTS), torch.tensor([0]), torch.tensor([1]))
 TEXT = slice(1, LENGTH)

@@ -11,8 +11,7 @@ from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
 from theodolite.measure.contexts import context_columns
-from theodolite.measure.geometry import stream_columns
-from theodolite.measure.outliers import outliers_table, typical_sizes
+from theodolite.measure.geometry import outliers_table, stream_columns
 from theodolite.measure.position import position_columns, sketched_moment
 from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.theory.unbiased import Jackknifed, leaving_out
@@ -63,7 +62,7 @@ def states(h: torch.Tensor, labels: torch.Tensor | None = None, batch: int = 16)
 
 def columns(h: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Jackknifed]:
     (means, moments, sketches, outliers), sample, labels = states(h, labels)
-    found = position_columns(means, moments, sketches) | context_columns(means, moments, sample, labels)
+    found = position_columns(means, moments, sketches) | context_columns(means, sample, labels)
     found |= stream_columns(means, outliers)
     return {name: values for name, values in found.items() if isinstance(values, Jackknifed)}
 
@@ -101,7 +100,7 @@ def test_a_layer_without_positions_has_none():
 def test_incoherence_is_of_groups_and_halves_that_share_nothing():
     """Oracle: numpy, pair by pair of groups that do not hold the context."""
     h = hidden(5, contexts=16)
-    (means, moments, _, _), sample, labels = states(h)
+    (means, _, _, _), sample, labels = states(h)
     x = h[1].double().numpy()[:, 1:]
     group = np.arange(16) // 2
     p = np.stack([x[group == g].mean(0) for g in range(8)])
@@ -127,7 +126,7 @@ def test_incoherence_is_of_groups_and_halves_that_share_nothing():
     every = list(range(8))
     without = np.mean([square([g for g in every if g != out]) for out in every])
     expected = 8 * square(every) - 7 * without
-    found = context_columns(means, moments, sample, labels)["incoherence_mean"]
+    found = context_columns(means, sample, labels)["incoherence_mean"]
     assert float(found.value[1]) == pytest.approx(np.sign(expected) * abs(expected) ** 0.5, rel=1e-8)
 
 
@@ -168,12 +167,11 @@ def test_large_values_have_the_errors_of_eight_groups():
             arrays[f"outliers.{name}.without"][:, row], (counts.sum() - counts) * 8 / 7
         )
     assert table["massive_se"][row] == pytest.approx(5.0)
-    sizes = typical_sizes(outliers)
     for group in range(8):
         left = groups[np.arange(8) != group][:, :, 1:].abs().log().mean(dim=(0, 1, 2)).exp()
-        torch.testing.assert_close(sizes["typical_magnitude.without"][group, 1], left.float())
+        torch.testing.assert_close(arrays["typical_magnitude.without"][group, 1], left.float())
     whole = groups[:, :, 1:].abs().log().mean(dim=(0, 1, 2)).exp()
-    torch.testing.assert_close(sizes["typical_magnitude"][1], whole.float())
+    torch.testing.assert_close(arrays["typical_magnitude"][1], whole.float())
 
 
 @pytest.mark.parametrize("width", [WIDTH, 40])
@@ -194,7 +192,7 @@ def test_leading_directions_are_those_of_the_other_groups(width):
 def test_few_contexts_have_nothing_without_a_group():
     (means, moments, sketches, outliers), *_ = states(hidden(0, contexts=7))
     _, arrays = outliers_table(outliers, means)
-    arrays |= typical_sizes(outliers) | position_columns(means, moments, sketches)
+    arrays |= position_columns(means, moments, sketches)
     left_out = [values for name, values in arrays.items() if name.endswith(".without")]
     assert len(left_out) == 4
     assert all(values.isnan().all() for values in left_out)

@@ -22,10 +22,9 @@ from theodolite.errors import UsageError
 from theodolite.jobs import job
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import open_model
-from theodolite.passes import chunks
-from theodolite.passes.chunks import chunks_of, packed, unpacked
+from theodolite.passes import survey as survey_module
 from theodolite.passes.run import Run
-from theodolite.passes.survey import chunks_of_shard, survey
+from theodolite.passes.survey import chunks_of, chunks_of_shard, packed, survey, unpacked
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.system.files import locked
 
@@ -36,7 +35,7 @@ SCALING = Path(__file__).parent.parent.parent / "docs" / "scaling.md"
 @pytest.fixture(autouse=True)
 def few_chunks(monkeypatch):
     """Longer than a batch, as of a long text: 10 of two batches."""
-    monkeypatch.setattr(chunks, "CHUNKS", 10)
+    monkeypatch.setattr(survey_module, "CHUNKS", 10)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def corpus() -> Corpus:
 @pytest.fixture(scope="module")
 def alone(opened, corpus, tmp_path_factory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CHUNKS", 10)
+        patch.setattr(survey_module, "CHUNKS", 10)
         return survey(opened("gpt2"), corpus, tmp_path_factory.mktemp("alone") / "run", batch=BATCH)
 
 
@@ -173,7 +172,7 @@ def test_shards_that_are_none_are_refused(opened, corpus, tmp_path):
 
 @pytest.mark.parametrize(("contexts", "batch"), [(27, 2), (1, 4), (8, 8), (100_000, 8), (4097, 4)])
 def test_chunks_cover_every_context_once_in_whole_batches(contexts, batch, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNKS", 64)
+    monkeypatch.setattr(survey_module, "CHUNKS", 64)
     whole = chunks_of(contexts, batch)
     assert [chunk.first for chunk in whole] == [0, *(chunk.last for chunk in whole[:-1])]
     assert whole[-1].last == contexts

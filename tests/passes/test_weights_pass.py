@@ -10,7 +10,7 @@ from theodolite.models.calls import NotAffine
 from theodolite.models.weights.head_weights import NO_MATRIX, HeadWeights
 from theodolite.passes.run import TABLES
 from theodolite.passes.survey import spectra
-from theodolite.passes.weights_pass import WeightsPass
+from theodolite.passes.weights_pass import weights_pass
 from theodolite.system.progress import Progress
 
 
@@ -33,7 +33,7 @@ def test_a_layer_that_is_not_affine_has_no_spectrum(opened, monkeypatch):
         return head_weights(self, layer)
 
     monkeypatch.setattr(OpenModel, "head_weights", refuse)
-    running = WeightsPass(model)
+    running = weights_pass(model)
     running.run(Progress(model.layers))
     assert running.notes["spectrum_of"][1] == NO_MATRIX
     assert running.state()["trace"][1].isnan().all()

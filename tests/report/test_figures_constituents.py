@@ -11,7 +11,7 @@ import pytest
 from tests.measure.test_head_matrices import by_name, random_split
 from tests.report.synthetic import HOSTILE, PARTS, make_run
 from theodolite.errors import UsageError
-from theodolite.measure.head_matrices import head_matrices
+from theodolite.measure.constituents import head_matrices
 from theodolite.passes.run import Run
 from theodolite.report import figures, style
 from theodolite.report.drawing import constituents as drawing

@@ -1,12 +1,12 @@
 """Statistics of each head's attention, computed together with its output and without a T×T matrix.
 
-`AttentionStatistics.update` has it summarised (`attention/summary.py`): in blocks of queries whose weights are
-read once for the output, the entropy, the mass that each key receives and the head scores, and are then forgotten; or
-on a CUDA device, where no weights are ever written.
+Weights are there in blocks of queries (`attention/summary.py`), are read once for all that is summed, and forgotten; on
+a CUDA device no weights are ever written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,14 +19,13 @@ from theodolite.accumulate.sums import (
     cache_sized_groups,
     contexts_in_cache,
     each_part,
-    include,
     position_slices,
     share_of_thread,
     token_slices,
 )
 from theodolite.attention.inputs import BLOCK, AttentionInputs
 from theodolite.attention.sinks import ReceivedAttention
-from theodolite.attention.summary import AttentionSummary, last_query, summarise, weights_at
+from theodolite.attention.summary import AttentionSummary, Visit, last_query, summarise, weights_at
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.system.processor import parallel_map
 from theodolite.theory.singular import largest_singular_value
@@ -82,22 +81,19 @@ class AttentionStatistics(LayerSums):
 
     State: readers (L, T), how many contexts have a position; visible_keys (L, T) that a query sees; entropy (L, H, T)
     nats; propagates and last_sees (L, H, T) counts for the last query before trailing special tokens; sink (L, H, T)
-    counts of contexts; largest_logit (L, H) maxima over the keys that queries see, −∞ before the first context;
-    log_sum_exp (L, H) sums, 0 of a query that sees no key; gram_norm (L) the largest ‖XXᵀ‖₂ of a context's input X;
-    example_received and example_head (L, E, T) for the first E contexts.
+    counts of contexts; largest_logit (L, H) maxima over the keys that queries see; log_sum_exp (L, H) sums, 0 of a
+    query that sees no key; gram_norm (L) the largest ‖XXᵀ‖₂ of a context's input X; example_received and example_head
+    (L, E, T).
 
-    By group of contexts, of which numbers have their errors: contexts, queries, previous_queries and same_queries
-    (L, G), how many queries there are, with a token before them, and with an earlier equal one; previous and same
-    (L, G, H), what these pay; with `pictured` text_queries (L, G) behind a picture's last token, and what these pay to
-    it, picture (L, G, H); total_entropy, learned, total_propagates and total_last_sees (L, G, H), sums; sink_first,
-    sink_later (L, G, H) counts of contexts, and with trailing special tokens sink_last; sink_tokens, keyed by layer,
-    head, token and whether it is first: contexts (G), sinks and the sum of their positions; a token may be a sink at
-    several positions of a context.
+    By group of contexts: contexts, queries, previous_queries and same_queries (L, G), how many queries there are, with
+    a token before them, and with an earlier equal one; previous and same (L, G, H), what these pay; with `pictured`
+    text_queries (L, G) behind a picture's last token, and what these pay to it, picture (L, G, H); total_entropy,
+    learned, total_propagates and total_last_sees (L, G, H), sums; sink_first, sink_later (L, G, H) counts of contexts,
+    and with trailing special tokens sink_last; sink_tokens, keyed by layer, head, token and whether it is first:
+    contexts (G), sinks and the sum of their positions.
 
-    `corpus_contexts` is how many contexts the whole corpus has,
-    `trailing` how many special tokens stand behind the text of every context (`trailing_special_tokens`), `leading`
-    how many before it: those from position 1 on (an image's registers) are no later sinks. A layer
-    with fewer heads than H has the first rows; one that does not attend is never updated, and its contexts stay 0.
+    `corpus_contexts` is how many contexts the whole corpus has; `trailing` special tokens stand behind each, and
+    `leading` tokens before it, of which those from position 1 on (an image's registers) are no later sinks.
     """
 
     def __init__(
@@ -115,21 +111,25 @@ class AttentionStatistics(LayerSums):
         by_position = ("entropy", "propagates", "last_sees", "sink")
         by_group = ["total_entropy", "total_propagates", "total_last_sees", "learned", *SCORES]
         by_group += [f"sink{ending or '_later'}" for ending in token_slices(0, trailing, leading)]
-        by_group += ["picture"] if pictured else []
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(by_position, (heads, length))
-        shapes |= dict.fromkeys(("largest_logit", "log_sum_exp"), (heads,))
-        shapes |= dict.fromkeys(by_group, (GROUPS, heads))
-        shapes |= dict.fromkeys(("contexts", "queries", *(f"{name}_queries" for name in SCORES)), (GROUPS,))
-        shapes |= {"text_queries": (GROUPS,)} if pictured else {}
-        self._of_heads = frozenset((*by_position, *by_group, "largest_logit", "log_sum_exp"))
-        self._by_position = frozenset((*by_position, "readers", "visible_keys"))
-        shapes |= dict.fromkeys(("example_received", "example_head"), (examples, length))
-        shapes |= {"gram_norm": (), "visible_keys": (length,), "readers": (length,)}
+        counts = ["contexts", "queries", *(f"{name}_queries" for name in SCORES)]
+        if pictured:
+            by_group.append("picture")
+            counts.append("text_queries")
+        shapes: dict[str, tuple[int, ...]] = {
+            **dict.fromkeys(by_position, (heads, length)),
+            **dict.fromkeys(("visible_keys", "readers"), (length,)),
+            **dict.fromkeys(("largest_logit", "log_sum_exp"), (heads,)),
+            **dict.fromkeys(by_group, (GROUPS, heads)),
+            **dict.fromkeys(counts, (GROUPS,)),
+            **dict.fromkeys(("example_received", "example_head"), (examples, length)),
+            "gram_norm": (),
+        }
         sink_tokens = KeyedSums(4, {"contexts": (GROUPS,), "sinks": (), "positions": ()})
         maxima = ("gram_norm", "visible_keys", "largest_logit")
         super().__init__(layers, shapes, maxima, {"sink_tokens": sink_tokens})
         for largest in self._tensors["largest_logit"]:
             largest.fill_(-torch.inf)
+        self._by_position = frozenset((*by_position, "readers", "visible_keys"))
         self.length, self.examples = length, examples
         self.trailing, self.leading = trailing, leading
         self.groups = Groups(corpus_contexts)
@@ -157,24 +157,21 @@ class AttentionStatistics(LayerSums):
             for name, sum_ in of_group.items():
                 self.add(name, layer, sum_, group)
         self._sinks(layer, received.sinks, tokens.keys, first_context)
-        self._examples(layer, received.mean * received.candidate, first_context)
+        shown = (received.mean * received.candidate)[: max(self.examples - first_context, 0)]
+        contexts, keys = slice(first_context, first_context + len(shown)), slice(shown.shape[-1])
+        for name, values in zip(("example_received", "example_head"), shown.max(dim=1), strict=True):
+            self.at(name, layer, device)[contexts, keys] = values.double()
         self.add("visible_keys", layer, inputs.visible_keys().amax(dim=(0, 1)))
         return output
 
     def add(self, name: str, layer: int, value: Tensor, group: int | None = None) -> None:
-        """Add `value`, whose heads may be fewer than those of another layer, and its positions fewer than T."""
+        """Add `value`, whose positions may be fewer than T."""
         if name in self._by_position and value.shape[-1] < self.length:
             whole = value.new_zeros(*value.shape[:-1], self.length)
             for source, place in position_slices(value.shape[-1], self.length, self.trailing):
                 whole[..., place] = value[..., source]
             value = whole
-        if name in self._of_heads:
-            total = self.at(name, layer, value.device)
-            total = total if group is None else total[group]
-            of_heads = total[: len(value)] if name in self._by_position else total[..., : value.shape[-1]]
-            include(of_heads, value, maximum=name in self.maxima)
-        else:
-            super().add(name, layer, value, group)
+        super().add(name, layer, value, group)
 
     def update_input(self, layer: int, hidden: Float[Tensor, "batch positions width"]) -> None:
         """Update the largest ‖XXᵀ‖₂ = ‖X‖₂² over contexts, X the attention module's input."""
@@ -186,13 +183,7 @@ class AttentionStatistics(LayerSums):
         for norm in each_part(work, hidden.shape[0], hidden.device):
             self.add("gram_norm", layer, norm)
 
-    def _sinks(
-        self,
-        layer: int,
-        sink: Bool[Tensor, "batch heads keys"],
-        ids: Int[Tensor, "batch keys"],
-        first_context: int,
-    ) -> None:
+    def _sinks(self, layer: int, sink: Tensor, ids: Tensor, first_context: int) -> None:
         self.add("sink", layer, sink.sum(dim=0))
         slices = token_slices(sink.shape[-1], self.trailing, max(1, self.leading))
         for group, part in self.groups.parts(first_context, len(sink)):
@@ -207,23 +198,13 @@ class AttentionStatistics(LayerSums):
         sums.add(rows, {"sinks": torch.ones(len(rows)), "positions": position})
         sums.count_contexts(rows, first_context + context, self.groups)
 
-    def _examples(self, layer: int, received: Tensor, first_context: int) -> None:
-        for context in range(first_context, min(first_context + len(received), self.examples)):
-            largest, head = received[context - first_context].max(dim=0)
-            self.at("example_received", layer, received.device)[context, : len(largest)] = largest
-            self.at("example_head", layer, received.device)[context, : len(largest)] = head.double()
-
 
 def _statistics(
     inputs: AttentionInputs, tokens: Tokens, part: slice, output: Tensor, trailing: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Sum over the contexts of one part, and by context what each key received; `output` is written.
-
-    Then what is summed by group of contexts.
-    """
-    none = output.new_zeros(len(output), inputs.query.shape[1], len(SCORES), dtype=torch.float64)
-    scores = HeadScores(tokens, part, none)
-    summary = summarise(inputs, output, scores.visit, scores.visit_whole)
+    """Write the `output` of some contexts, and return sums over these: of all, and of their group of contexts."""
+    scores = output.new_zeros(len(output), inputs.query.shape[1], len(SCORES), dtype=torch.float64)
+    summary = summarise(inputs, output, *_head_scores(tokens, part, scores))
     visible, propagates = last_query(inputs, trailing)
     entropy, log_sum_exp = summary.entropy.double().sum(dim=0), summary.log_sum_exp.double()
     contexts = torch.tensor(float(len(output)), dtype=torch.float64, device=output.device)
@@ -237,21 +218,18 @@ def _statistics(
         "largest_logit": summary.largest.double().amax(dim=(0, 2)),
         "log_sum_exp": log_sum_exp.masked_fill(log_sum_exp == -torch.inf, 0).sum(dim=(0, 2)),
     }
-    learned = (
-        torch.zeros_like(entropy[:, 0])
-        if summary.learned is None
-        else summary.learned.double().sum(dim=(0, 2))
-    )
-    of_group = {} if tokens.of_picture is None else _paid_to_pictures(inputs, tokens.of_picture[part])
-    of_group |= {
+    of_group = {
         "contexts": contexts,
         "queries": contexts * length,
         "previous_queries": contexts * (length - 1),
         "same_queries": tokens.repeated[part].sum().to(contexts),
-        "learned": learned,
         **{f"total_{name}": sums[name].sum(dim=-1) for name in ("entropy", "propagates", "last_sees")},
-        **dict(zip(SCORES, scores.sums.sum(dim=0).unbind(dim=-1), strict=True)),
+        **dict(zip(SCORES, scores.sum(dim=0).unbind(dim=-1), strict=True)),
     }
+    if summary.learned is not None:
+        of_group["learned"] = summary.learned.double().sum(dim=(0, 2))
+    if tokens.of_picture is not None:
+        of_group |= _paid_to_pictures(inputs, tokens.of_picture[part])
     return sums, of_group
 
 
@@ -264,39 +242,61 @@ def _paid_to_pictures(inputs: AttentionInputs, picture: Bool[Tensor, "batch posi
     return {"picture": (paid * behind[:, :, None]).sum(dim=(0, 1)), "text_queries": behind.sum().double()}
 
 
-@dataclass(frozen=True)
-class HeadScores:
-    """Attention to the previous token and to earlier equal tokens, summed over queries, by context and head.
+def _head_scores(
+    tokens: Tokens, part: slice, sums: Float64[Tensor, "batch heads kinds"]
+) -> tuple[Visit, Callable[[AttentionSummary], None]]:
+    """Make what adds `SCORES`, by context and head, from blocks of weights or, where there are none, from a summary."""
 
-    From the weights of blocks as they pass, or from normalisers where no weights are ever there.
-    """
-
-    tokens: Tokens
-    part: slice
-    sums: Float64[Tensor, "batch heads kinds"]
-
-    def visit(
-        self, start: int, first: int, head: int, weights: Float[Tensor, "batch heads rows keys"]
-    ) -> None:
-        """Add the scores of a block: queries from `start`, keys from `first`, heads from `head`."""
-        sums = self.sums[:, head : head + weights.shape[1]]
+    def visit(start: int, first: int, head: int, weights: Float[Tensor, "batch heads rows keys"]) -> None:
+        of_heads = sums[:, head : head + weights.shape[1]]
         # Column c of the block is key first + c; row r's previous key is start + r − 1.
         previous = torch.diagonal(weights, offset=start - first - 1, dim1=-2, dim2=-1)
-        sums[:, :, 0] += previous.double().sum(dim=2)
-        for context, (row, key) in enumerate(self.tokens.pairs[start // BLOCK][self.part]):
+        of_heads[:, :, 0] += previous.double().sum(dim=2)
+        for context, (row, key) in enumerate(tokens.pairs[start // BLOCK][part]):
             row, key = row.to(weights.device), key.to(weights.device)  # layers may be on several devices
             visible = (key >= first) & (key < first + weights.shape[-1])
             row, key = row[visible], key[visible]
-            sums[context, :, 1] += weights[context][:, row, key - first].double().sum(dim=1)
+            of_heads[context, :, 1] += weights[context][:, row, key - first].double().sum(dim=1)
 
-    def visit_whole(self, summary: AttentionSummary) -> None:
-        """Add the scores of whole contexts from their summary."""
+    def visit_whole(summary: AttentionSummary) -> None:
         inputs, normaliser = summary.inputs, summary.log_sum_exp
         query = torch.arange(1, inputs.query.shape[2], device=normaliser.device)
-        self.sums[:, :, 0] += weights_at(inputs, normaliser, query, query - 1).double().sum(dim=2)
-        for number, pairs in enumerate(self.tokens.pairs):
-            for context, (row, key) in enumerate(pairs[self.part]):
-                part = slice(context, context + 1)
+        sums[:, :, 0] += weights_at(inputs, normaliser, query, query - 1).double().sum(dim=2)
+        for number, pairs in enumerate(tokens.pairs):
+            for context, (row, key) in enumerate(pairs[part]):
+                one = slice(context, context + 1)
                 row, key = row.to(normaliser.device) + number * BLOCK, key.to(normaliser.device)
-                paid = weights_at(inputs.of_contexts(part), normaliser[part], row, key)
-                self.sums[context, :, 1] += paid[0].double().sum(dim=1)
+                paid = weights_at(inputs.of_contexts(one), normaliser[one], row, key)
+                sums[context, :, 1] += paid[0].double().sum(dim=1)
+
+    return visit, visit_whole
+
+
+class QueryKeyMoments(LayerSums):
+    """Second moments of each head's queries and keys, as its attention uses them: behind norms and turned by position.
+
+    State: contexts (L, H) in which the last query sees a key; query (L, H, w, w), sums of q qᵀ · scaling²; key (L, H,
+    w, w), sums of the covariance of the keys that it sees. w is the widest head's.
+    """
+
+    def __init__(self, layers: int, heads: int, width: int) -> None:
+        square = (heads, width, width)
+        super().__init__(layers, {"contexts": (heads,), "query": square, "key": square})
+
+    def update(self, layer: int, inputs: AttentionInputs, trailing: int = 0) -> None:
+        """Add a layer's contexts; `trailing` special tokens stand behind the last query."""
+        batch, heads, length, _ = inputs.query.shape
+        key_heads, keys = inputs.key.shape[1:3]
+        last = inputs.of_queries(slice(length - 1 - trailing, length - trailing))
+        every = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.key.device)
+        seen = (every if last.mask is None else last.mask)[:, :, 0].expand(batch, heads, keys)
+        sees = seen.any(dim=-1)
+        query = last.query[:, :, 0].double() * inputs.scaling * sees.unsqueeze(-1)
+        self.add("contexts", layer, sees.double().sum(dim=0))
+        self.add("query", layer, torch.einsum("chx,chy->hxy", query, query))
+        counted = seen[:, :: heads // key_heads, :, None]  # query heads with one key head see the same keys
+        count = counted.sum(dim=2, keepdim=True).clamp_min(1)
+        key = inputs.key.to(torch.promote_types(inputs.key.dtype, torch.float32)) * counted
+        centred = (key - key.sum(dim=2, keepdim=True) / count) * counted
+        covariance = ((centred.mT @ centred).double() / count).sum(dim=0)
+        self.add("key", layer, covariance.repeat_interleave(heads // key_heads, dim=0))

@@ -11,18 +11,14 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State
 
-ANY = -1
-"""The part (head or dimension) of what is marked at position 0, where nearly every part is."""
+ANY = -1  # the part (head or dimension) of what is marked at position 0, where nearly every part is
 
 COLUMNS = ("layer", "part", "context", "position", "token_id", "occurrences", "key")
 """Of `marked_places`: `part` is a head or a dimension, `key` what knows the context again (`context_key`)."""
 
 
 class Marked:
-    """Occurrences by layer, part, number of the context, position and token.
-
-    State: keys (marks, 5), each once, in ascending order.
-    """
+    """Occurrences by layer, part, number of the context, position and token: keys (marks, 5), each once, ascending."""
 
     def __init__(self) -> None:
         self._keys = [torch.zeros(0, 5, dtype=torch.int64)]
@@ -54,10 +50,7 @@ def context_key(ids: Int[Tensor, " positions"]) -> int:
 
 
 def marked_places(state: State, contexts: Iterable[Int[Tensor, " positions"]]) -> Int[Tensor, "places 7"]:
-    """Tabulate by `COLUMNS` what was marked in these contexts, with how often its token stands in the text.
-
-    Occurrences at position 0 are counted apart: 0 for what is marked there.
-    """
+    """Tabulate by `COLUMNS` what was marked in these contexts; occurrences are counted after position 0, 0 there."""
     contexts = list(contexts)
     layer, part, context, position, token = state["keys"].unbind(dim=1)
     counts = torch.bincount(

@@ -30,8 +30,7 @@ from theodolite.corpus.groups import GROUPS, Groups
 class Sample:
     """The contexts whose mean vectors are kept, and those of their tokens that are kept one by one.
 
-    `slot` says where a context's mean goes, −1 for those not kept; the k-th kept token is at position
-    `token_position[k]` of context `token_context[k]` and is stored at k.
+    `slot` says where a context's mean goes, −1 for those not kept; kept tokens have a context and a position each.
     """
 
     slot: Int[Tensor, " contexts"]
@@ -49,8 +48,7 @@ class Sample:
         return (self.slot >= 0).nonzero().flatten()
 
 
-BLOCK = 16
-"""Neighbouring positions that are in one half of a context; fewer in a text of under 64 tokens."""
+BLOCK = 16  # neighbouring positions that are in one half of a context; fewer in a text of under 64 tokens
 
 
 def halves_of_positions(length: int) -> Int[Tensor, " positions"]:
@@ -62,15 +60,13 @@ class Means(LayerSums):
     """Sums over contexts of hidden states, norms, cosines and rank-collapse residuals; kept context means.
 
     State (N residual layers, G groups of contexts): contexts (N, G); readers (N, G, T), how many of them have a
-    position, and position_sum (N, G, T, d) over these; norm_sum and cosine_sum (N, G; layer ℓ against ℓ−1) over
-    tokens; norm_first_sum and collapse_sum (N, G) over contexts; context_mean (N, 2, S, d) over either half of the
-    positions (`halves_of_positions`) and context_tokens (N, 2, S), over how many; token (N, Q, d); with `trailing`
-    special tokens behind the text of every context norm_last_sum (N, G). Tokens that an update leaves out are in none
-    of these.
+    position, and position_sum (N, G, T, d) over these; norm_sum and cosine_sum (N, G; layer ℓ against ℓ−1) over tokens;
+    norm_first_sum and collapse_sum (N, G) over contexts; context_mean (N, 2, S, d) over either half of the positions
+    (`halves_of_positions`) and context_tokens (N, 2, S), over how many; token (N, Q, d); with `trailing` special tokens
+    behind every context norm_last_sum (N, G). Tokens that an update leaves out are in none of these.
 
-    A context may have fewer than T tokens; the contexts of one `update` have as many.
-    `position_sum` by group is the largest thing here: G·T·d float64 a layer, 25 MB at T = 512 and d = 768. In float32
-    it would be half of that, but a sum of 10⁴ values near 10⁴ would lose what differs between the groups.
+    A context may have fewer than T tokens; the contexts of one `update` have as many. `position_sum` is the largest
+    thing here, 25 MB a layer at T = 512 and d = 768; in float32 what differs between the groups would be lost.
     """
 
     def __init__(
@@ -102,116 +98,84 @@ class Means(LayerSums):
         left_out: Bool[Tensor, "batch positions"] | None = None,
     ) -> None:
         """Add one layer's hidden states of contexts `first_context …` without tokens left out; layers come in order."""
-        if layer and self._previous is None:
-            raise RuntimeError("hidden states must come layer by layer, from layer 0")
-        previous = self._previous if layer else None
-        read = hidden.shape[1]
-        text = slice(self.leading, read - self.trailing)
-        halves = functional.one_hot(self.halves[: text.stop - text.start], 2).T.to(
-            hidden.device, torch.float64
-        )
-        at_once = contexts_in_cache(hidden[0].numel())
-        parts = each_part(
-            lambda part: _lengths(hidden, previous, part, text, halves, left_out),
-            len(hidden),
-            hidden.device,
-            at_once,
-        )
+        batch, read, _ = hidden.shape
+        device, at_once = hidden.device, contexts_in_cache(hidden[0].numel())
+        if not layer:
+            self._previous = None
+        parts = each_part(lambda part: self._lengths(hidden, part, left_out), batch, device, at_once)
         sums = {name: torch.cat([some[name] for some in parts]) for name in parts[0]}
-        context_mean, context_tokens, norm = (sums.pop(n) for n in ("context_mean", "context_tokens", "norm"))
-        self._previous = hidden, norm
+        self._previous = hidden, sums.pop("norm")
         for ending, positions in token_slices(read, self.trailing, self.leading).items():
             if ending:
-                sums[f"norm{ending}_sum"] = norm[:, positions].mean(dim=1)
+                sums[f"norm{ending}_sum"] = self._previous[1][:, positions].mean(dim=1)
+        slots = self.sample.slot[first_context : first_context + batch].to(device)
+        for name in ("context_mean", "context_tokens"):
+            values = sums.pop(name)[slots >= 0].transpose(0, 1)
+            self.at(name, layer, device)[:, slots[slots >= 0]] = values
+        local = self.sample.token_context - first_context
+        tokens = ((local >= 0) & (local < batch)).nonzero().flatten()
+        if len(tokens):
+            vectors = hidden[local[tokens].to(device), self.sample.token_position[tokens].to(device)]
+            self.at("token", layer, device)[tokens.to(device)] = vectors.double()
         places = position_slices(read, self.length, self.trailing)
-        for group, part in self.groups.parts(first_context, len(hidden)):
-            count = torch.tensor(float(part.stop - part.start), dtype=torch.float64, device=hidden.device)
-            self.add("contexts", layer, count, group)
-            readers = count.expand(read) if left_out is None else count - left_out[part].sum(dim=0)
-            for source, place in places:
-                self.at("readers", layer, hidden.device)[group, place] += readers[source]
-            for name, values in sums.items():
-                self.add(name, layer, values[part].sum(), group)
-        for group, part in cache_sized_groups(
-            self.groups, first_context, len(hidden), hidden.device, at_once
-        ):
-            several = part.stop - part.start > 1
-            states = hidden[part]
+        for group, part in cache_sized_groups(self.groups, first_context, batch, device, at_once):
+            states, count = hidden[part], part.stop - part.start
+            readers = torch.full((read,), float(count), dtype=torch.float64, device=device)
             if left_out is not None:
                 states = states.masked_fill(left_out[part].unsqueeze(-1), 0)
-            summed = states.double().sum(0) if several else states[0]
+                readers -= left_out[part].sum(dim=0)
+            summed = states.double().sum(0) if count > 1 else states[0]
             for source, place in places:
-                self.at("position_sum", layer, hidden.device)[group, place] += summed[source]
-        self._keep(layer, hidden, context_mean, context_tokens, first_context)
+                self.at("position_sum", layer, device)[group, place] += summed[source]
+                self.at("readers", layer, device)[group, place] += readers[source]
+            self.at("contexts", layer, device)[group] += count
+            for name, values in sums.items():
+                self.add(name, layer, values[part].sum(), group)
 
     def resume(self, hidden: Float[Tensor, "batch positions width"]) -> None:
         """Take the hidden states that the next update is to be compared with: the same contexts, a layer before."""
         self._previous = hidden, torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float64)
 
-    def _keep(
-        self, layer: int, hidden: Tensor, context_mean: Tensor, context_tokens: Tensor, first_context: int
-    ) -> None:
-        batch = hidden.shape[0]
-        slots = self.sample.slot[first_context : first_context + batch].to(hidden.device)
-        kept = slots[slots >= 0]
-        self.at("context_mean", layer, hidden.device)[:, kept] = context_mean[slots >= 0].transpose(0, 1)
-        self.at("context_tokens", layer, hidden.device)[:, kept] = context_tokens[slots >= 0].T
-        local = self.sample.token_context - first_context
-        tokens = ((local >= 0) & (local < batch)).nonzero().flatten()
-        if len(tokens):
-            vectors = hidden[
-                local[tokens].to(hidden.device), self.sample.token_position[tokens].to(hidden.device)
-            ]
-            self.at("token", layer, hidden.device)[tokens.to(hidden.device)] = vectors.double()
-
-
-def _lengths(
-    hidden: Float[Tensor, "batch positions width"],
-    previous: tuple[Tensor, Tensor] | None,
-    part: slice,
-    text: slice,
-    halves: Float[Tensor, "2 text"],
-    left_out: Bool[Tensor, "batch positions"] | None,
-) -> dict[str, Tensor]:
-    """Compute each context's mean vectors, token norms, cosine to the previous layer and rank-collapse residual.
-
-    `previous` has the hidden states and the norms of the layer before; `text` are the positions that count, of which
-    `halves` marks those of either half.
-    """
-    h = hidden[part].to(torch.float64, copy=True)
-    norm = torch.linalg.vector_norm(h, dim=-1)
-    x, norms = h[:, text], norm[:, text]
-    if left_out is not None:
-        gone = left_out[part, text]
-        x, norms = x.masked_fill(gone.unsqueeze(-1), 0), norms.masked_fill(gone, 0)
-        halves = halves * ~gone[:, None]
-    tokens = halves.sum(dim=-1).expand(len(h), -1)
-    of_halves = halves @ x
-    values = {"norm": norm, "norm_sum": norms.sum(dim=1), "context_tokens": tokens}
-    values["context_mean"] = of_halves / tokens.clamp_min(1).unsqueeze(-1)
-    if previous is not None:
-        p, p_norm = (tensor[part, text].to(h) for tensor in previous)
-        cosine = torch.linalg.vecdot(x, p) / (norms * p_norm).clamp_min(1e-300)
-        values["cosine_sum"] = cosine.sum(dim=1)
-    mean = of_halves.sum(dim=1, keepdim=True) / tokens.sum(dim=1).clamp_min(1)[:, None, None]
-    size = torch.linalg.vector_norm(norms, dim=-1)
-    x = x.sub_(mean)
-    if left_out is not None:
-        x.masked_fill_(gone.unsqueeze(-1), 0)
-    spread = torch.linalg.vector_norm(x, dim=(1, 2))
-    return values | {"collapse_sum": spread / size.clamp_min(1e-300)}
+    def _lengths(self, hidden: Tensor, part: slice, left_out: Tensor | None) -> dict[str, Tensor]:
+        """Compute each context's mean vectors, token norms, cosine to the previous layer and rank-collapse residual."""
+        text = slice(self.leading, hidden.shape[1] - self.trailing)
+        h = hidden[part].to(torch.float64, copy=True)
+        halves = functional.one_hot(self.halves[: text.stop - text.start], 2).T.to(h)
+        norm = torch.linalg.vector_norm(h, dim=-1)
+        x, norms = h[:, text], norm[:, text]
+        if left_out is not None:
+            gone = left_out[part, text]
+            x, norms = x.masked_fill(gone.unsqueeze(-1), 0), norms.masked_fill(gone, 0)
+            halves = halves * ~gone[:, None]
+        tokens = halves.sum(dim=-1).expand(len(h), -1)
+        of_halves = halves @ x
+        values = {"norm": norm, "norm_sum": norms.sum(dim=1), "context_tokens": tokens}
+        values["context_mean"] = of_halves / tokens.clamp_min(1).unsqueeze(-1)
+        if self._previous is not None:
+            p, p_norm = (tensor[part, text].to(h) for tensor in self._previous)
+            cosine = torch.linalg.vecdot(x, p) / (norms * p_norm).clamp_min(1e-300)
+            values["cosine_sum"] = cosine.sum(dim=1)
+        mean = of_halves.sum(dim=1, keepdim=True) / tokens.sum(dim=1).clamp_min(1)[:, None, None]
+        size = torch.linalg.vector_norm(norms, dim=-1)
+        x = x.sub_(mean)
+        if left_out is not None:
+            x.masked_fill_(gone.unsqueeze(-1), 0)
+        spread = torch.linalg.vector_norm(x, dim=(1, 2))
+        return values | {"collapse_sum": spread / size.clamp_min(1e-300)}
 
 
 def decomposed_means(state: State, trailing: int = 0, leading: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     """Return μ (N, d), pos (N, T, d) and ctx (N, 2, S, d) from the state, as `decomposed` has them of each layer."""
-    names = ("position_sum", "readers", "context_mean", "context_tokens")
     text = slice(leading, state["position_sum"].shape[2] - trailing)
     layers = [
-        decomposed(position_sum.sum(dim=0), readers.sum(dim=0), context_mean, tokens, text)
-        for position_sum, readers, context_mean, tokens in zip(*(state[name] for name in names), strict=True)
+        decomposed(sums.sum(dim=0), readers.sum(dim=0), context_mean, tokens, text)
+        for sums, readers, context_mean, tokens in zip(
+            *(state[name] for name in ("position_sum", "readers", "context_mean", "context_tokens")),
+            strict=True,
+        )
     ]
-    mean, pos, ctx = zip(*layers, strict=True)
-    return torch.stack(mean), torch.stack(pos), torch.stack(ctx)
+    mean, pos, ctx = (torch.stack(of_layers) for of_layers in zip(*layers, strict=True))
+    return mean, pos, ctx
 
 
 def decomposed(
@@ -264,13 +228,12 @@ def means_of_halves(
     """Return μ and pos of the contexts in either half of the groups; of a single group, twice its own."""
     filled = (state["contexts"][layer] > 0).nonzero().flatten()
     text = slice(leading, state["position_sum"].shape[2] - trailing)
-    means, positions = [], []
-    for half in (filled[0::2], filled[1::2]):
-        chosen = half if len(half) else filled
-        sums, readers = (state[name][layer, chosen].sum(dim=0) for name in ("position_sum", "readers"))
+    sides = []
+    for half in (filled[0::2], filled[1::2] if len(filled) > 1 else filled):
+        sums, readers = (state[name][layer, half].sum(dim=0) for name in ("position_sum", "readers"))
         mean, pos = mean_and_pos(sums, readers, text)
-        means.append(mean)
-        positions.append((pos * (readers > 0)[:, None]).float())
+        sides.append((mean, (pos * (readers > 0)[:, None]).float()))
+    means, positions = zip(*sides, strict=True)
     return torch.stack(means), torch.stack(positions)
 
 
@@ -280,3 +243,25 @@ def whole_contexts(
     """Return the context vectors of all positions from those of either half, over so many `tokens`."""
     weights = tokens / tokens.sum(dim=-2, keepdim=True).clamp_min(1)
     return (ctx * weights.unsqueeze(-1)).sum(dim=-3)
+
+
+class KeptStreams(LayerSums):
+    """The hidden states of a few contexts, whole, so that later stages need no forward pass; zero behind their ends.
+
+    State: stream (L, S, T, d), what enters each block in the S contexts `kept`, in the dtype of the model.
+    """
+
+    def __init__(
+        self, layers: int, length: int, width: int, kept: Int[Tensor, " sampled"], dtype: torch.dtype
+    ) -> None:
+        super().__init__(layers, {"stream": (len(kept), length, width)}, dtype=dtype)
+        self.kept = kept
+
+    def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
+        """Keep one layer's hidden states of those of contexts `first_context …` that are kept."""
+        place = (self.kept >= first_context) & (self.kept < first_context + len(hidden))
+        if layer < self.layers and place.any():
+            stream = self.at("stream", layer, hidden.device)
+            stream[place.to(hidden.device), : hidden.shape[1]] = hidden[
+                (self.kept[place] - first_context).to(hidden.device)
+            ].to(stream.dtype)

@@ -1,16 +1,12 @@
 """Covariances of token vectors, streamed.
 
-Each batch is centred on its own mean before the product is taken in float32, and batches are combined in
-float64 by the formula of Chan, Golub & LeVeque (1979): so a large common offset costs no digits, and it does not
-matter in which order, or on which machine, the batches were seen.
-
-`SecondMoments` keeps d×d. `MomentSketches` keeps, by group of contexts, only what a standard error of the largest
-eigenvalue needs.
+Each batch is centred on its own mean before the product is taken in float32, and batches are combined in float64 by the
+formula of Chan, Golub & LeVeque (1979): a large common offset costs no digits, and the order of batches does not
+matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,19 +20,16 @@ from theodolite.theory.singular import largest_singular_value
 SKETCH = 32
 """Directions on which a sketch sees a moment; with 16 the standard error was off by up to 25 %, with 32 by 10 %."""
 
-STRIPS = 4
-"""Of a symmetric product. More would save less than their narrower products cost."""
-
-SUBSPACE_STEPS = 3
-"""Steps of subspace iteration towards the leading directions of the first context."""
+STRIPS = 4  # of a symmetric product: more would save less than their narrower products cost
+SUBSPACE_STEPS = 3  # steps of subspace iteration towards the leading directions of the first context
 
 
 @dataclass(frozen=True)
 class Centred:
-    """A batch's vectors less one vector, in float32 (or float64), and what is left of each context's mean.
+    """Vectors of a batch, centred, in float32 or float64.
 
-    `pivot` is the batch's mean, rounded: what a vector common to all would cost a product in digits is gone. The
-    little that is left of the mean in the rows is known, and is taken off the products again.
+    `pivot` is the batch's rounded mean, which the rows are less; what is `left` of each context's mean is taken off
+    products.
     """
 
     rows: Float[Tensor, "contexts rows width"]
@@ -67,29 +60,29 @@ class SecondMoments(LayerSums):
     def update_centred(self, layer: int, batch: Centred) -> None:
         """Add the centred vectors of one layer."""
         rows, offset = batch.rows.flatten(0, 1), batch.left.mean(dim=0)
+        moment = self.at("moment", layer, rows.device)
+        moment.addr_(offset, offset, alpha=-float(len(rows)))
+        _add_square(rows, moment)
         count = torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device)
-        own_moment = self.at("moment", layer, rows.device)
-        own_moment.addr_(offset, offset, alpha=-float(len(rows)))
-        _add_square(rows, own_moment)
-        self._combine(layer, count, batch.pivot + offset, None)
+        self._combine(layer, count, batch.pivot + offset)
 
     def merge(self, state: State) -> None:
         """Merge the `state` of another accumulator into this one."""
         for layer in range(self.layers):
-            self._combine(layer, state["count"][layer], state["mean"][layer], state["moment"][layer])
+            mean = state["mean"][layer]
+            self.at("moment", layer, mean.device).add_(state["moment"][layer])
+            self._combine(layer, state["count"][layer], mean)
 
-    def _combine(self, layer: int, count: Tensor, mean: Tensor, moment: Tensor | None) -> None:
-        names = ("count", "mean", "moment")
-        combine([self.at(name, layer, mean.device) for name in names], (count, mean, moment))
+    def _combine(self, layer: int, count: Tensor, mean: Tensor) -> None:
+        sums = [self.at(name, layer, mean.device) for name in ("count", "mean", "moment")]
+        _combine(sums, count, mean)
 
 
 class MomentsByLayer(SecondMoments):
     """Second moments of a model whose layers come one after the other: each is held until its numbers are taken.
 
-    State: count (N), mean (N, d), numbers (N, 3) of closed layers, as of `moment_numbers`.
-
-    Attributes:
-        moments: layer → Σ (x − x̄)(x − x̄)ᵀ, of layers that are not closed.
+    State: count (N), mean (N, d), numbers (N, 3) of closed layers, as of `moment_numbers`. `moments`: those of layers
+    that are not closed.
     """
 
     def __init__(self, layers: int, width: int) -> None:
@@ -113,12 +106,12 @@ class MomentsByLayer(SecondMoments):
 
 
 class MomentSketches(LayerSums):
-    """Sketches S Ω of centred second moments S (d×d), with counts and means, by group of contexts.
+    """Sketches S Ω of centred second moments S (d×d), by group of contexts, for an error of the largest eigenvalue.
 
     State: count (N, G), mean (N, G, d), trace (N, G), Σ ‖x − x̄‖², sketch (N, G, d, r) of Σ (x − x̄)(x − x̄)ᵀ Ω,
     directions (N, d, r), Ω. Ω is orthonormal and spans about the leading directions of the first context that this
-    accumulator saw, one for each layer: directions drawn at random would have to be several times the stable rank of S.
-    With r = d nothing is lost. `contexts` is how many the whole corpus has.
+    accumulator saw: directions drawn at random would have to be several times the stable rank of S. `contexts` is how
+    many the whole corpus has.
     """
 
     def __init__(self, layers: int, width: int, contexts: int) -> None:
@@ -134,8 +127,7 @@ class MomentSketches(LayerSums):
 
     def look_along(self, directions: Float[Tensor, "layers width r"]) -> None:
         """Use the directions of another accumulator, before the first update, so that both can be merged."""
-        for ours, theirs in zip(self._tensors["directions"], directions, strict=True):
-            ours.copy_(theirs)
+        self._whole["directions"].copy_(directions)
 
     def update_centred(self, layer: int, batch: Centred, first_context: int) -> None:
         """Add the centred vectors of contexts `first_context …` of one layer."""
@@ -155,47 +147,39 @@ class MomentSketches(LayerSums):
 
     def merge(self, state: State) -> None:
         """Merge the `state` of another accumulator, which looked along the same directions, into this one."""
-        for layer in range(self.layers):
-            directions, theirs = self._tensors["directions"][layer], state["directions"][layer]
+        for layer, theirs in enumerate(state["directions"]):
+            directions = self._tensors["directions"][layer]
             if not theirs.any():
                 continue
             if not directions.any():
                 directions.copy_(theirs)
             assert torch.equal(directions.cpu(), theirs)
             for group in range(GROUPS):
-                names = ("count", "mean", "trace", "sketch")
-                sums = (state[name][layer, group].to(directions.device) for name in names)
-                self._combine(layer, group, *sums)
+                sums = (state[name][layer, group] for name in ("count", "mean", "trace", "sketch"))
+                self._combine(layer, group, *(values.to(directions.device) for values in sums))
 
     def _combine(
         self, layer: int, group: int, count: Tensor, mean: Tensor, trace: Tensor, sketch: Tensor
     ) -> None:
-        device = sketch.device
-        before, own_mean = (self.at(name, layer, device)[group] for name in ("count", "mean"))
+        sums = [self.at(name, layer, sketch.device)[group] for name in ("count", "mean", "sketch")]
+        before, own_mean, own_sketch = sums
         shared = before * count / (before + count).clamp_min(1)
         self.add("trace", layer, trace + shared * (mean - own_mean).square().sum(), group)
-        group_sums = [self.at(name, layer, device)[group] for name in ("count", "mean", "sketch")]
-        combine(group_sums, (count, mean, sketch), self.at("directions", layer, device))
+        own_sketch += sketch
+        _combine(sums, count, mean, self.at("directions", layer, sketch.device))
 
 
-def combine(
-    sums: Sequence[Tensor], other: tuple[Tensor, Tensor, Tensor | None], directions: Tensor | None = None
-) -> None:
-    """Add count, mean (d) and centred second moment S (d, d) of other rows to `sums`; with `directions` Ω, of S Ω.
-
-    S is None where it is in the sum already.
-    """
-    (count, mean, moment), (other_count, other_mean, other_moment) = sums, other
-    total = count + other_count
+def _combine(sums: list[Tensor], count: Tensor, mean: Tensor, directions: Tensor | None = None) -> None:
+    """Take other rows' count and mean into `sums`, whose moment has theirs already; with directions Ω it is S Ω."""
+    own_count, own_mean, moment = sums
+    total = own_count + count
     if total == 0:
         return
-    difference = other_mean - mean
+    difference = mean - own_mean
     projected = difference if directions is None else difference @ directions
-    if other_moment is not None:
-        moment += other_moment
-    moment.addr_(difference, projected, alpha=float(count * other_count / total))
-    mean += difference * (other_count / total)
-    count.copy_(total)
+    moment.addr_(difference, projected, alpha=float(own_count * count / total))
+    own_mean += difference * (count / total)
+    own_count.copy_(total)
 
 
 def low_rank(
@@ -237,21 +221,12 @@ def _add_square(rows: Float[Tensor, "rows width"], total: Float64[Tensor, "width
 def moment_numbers(moment: Float[Tensor, "width width"]) -> Float64[Tensor, 3]:
     """Compute the largest eigenvalue, the trace and the Frobenius norm of a centred second moment."""
     largest = largest_singular_value(moment.unsqueeze(0), tolerance=1e-10).double()
-    return torch.cat([largest, _trace_and_norm(moment)])
-
-
-def _trace_and_norm(moment: Float[Tensor, "width width"]) -> Float64[Tensor, 2]:
-    return torch.stack([moment.trace(), torch.linalg.matrix_norm(moment)])
+    return torch.cat([largest, torch.stack([moment.trace(), torch.linalg.matrix_norm(moment)])])
 
 
 def numbers_of(state: State, layer: int) -> Float64[Tensor, 3]:
     """Return the `moment_numbers` of one layer."""
     return state["numbers"][layer] if "numbers" in state else moment_numbers(state["moment"][layer])
-
-
-def trace_and_norm_of(state: State, layer: int) -> Float64[Tensor, 2]:
-    """Return the trace and the Frobenius norm alone: the eigenvalue is dear."""
-    return state["numbers"][layer, 1:] if "numbers" in state else _trace_and_norm(state["moment"][layer])
 
 
 def covariance(state: State, layer: int) -> Float[Tensor, "width width"]:

@@ -1,10 +1,7 @@
 """Named tensors, one a layer or one a key, that are summed over a corpus: the base of every accumulator.
 
-An accumulator has `update(...)`, `merge(state)`, `state()` and `restore(state)`, so that sharding, resuming and
-distribution are one operation. Each layer's tensors live where that layer's hidden states live; `state` brings
-them together on the CPU. Sums are float64 whatever the model's dtype.
-
-What a standard error is wanted of is summed apart for each of a few groups of contexts (`Groups`).
+An accumulator has `update(...)`, `merge(state)`, `state()` and `restore(state)`. Each layer's tensors live where that
+layer's hidden states live; `state` brings them together on the CPU. Sums are float64 whatever the model's dtype.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ State = dict[str, Tensor]
 
 
 def joined(parts: Mapping[str, State]) -> State:
-    """Combine several states into one, each tensor under `name.tensor`; `part_of` takes one out again."""
+    """Combine several states into one, each tensor under `name.tensor`."""
     return {f"{name}.{key}": tensor for name, state in parts.items() for key, tensor in state.items()}
 
 
@@ -71,14 +68,8 @@ class LayerSums:
         self.maxima = frozenset(maxima)
         self.keyed = dict(keyed or {})
         # One tensor of all layers, so that its state is no copy; `at` puts a layer's elsewhere.
-        self._whole = {name: self._zeros((layers, *shape), dtype) for name, shape in shapes.items()}
+        self._whole = {name: _zeros((layers, *shape), dtype) for name, shape in shapes.items()}
         self._tensors = {name: list(whole.unbind()) for name, whole in self._whole.items()}
-
-    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        folder, size = _folder.get(), dtype.itemsize * math.prod(shape)
-        if size < LARGE:
-            return torch.zeros(shape, dtype=dtype)
-        return zeros_in_pages(shape, dtype) if folder is None else zeros_in_file(shape, dtype, folder)
 
     def at(self, name: str, layer: int, device: torch.device) -> Tensor:
         """Return the tensor itself, moved to `device` first if it is elsewhere; change it in place."""
@@ -88,17 +79,19 @@ class LayerSums:
         return tensors[layer]
 
     def add(self, name: str, layer: int, value: Tensor, group: int | None = None) -> None:
-        """Add `value` (or take the maximum with it, for the maxima), to one group where there are groups."""
+        """Add `value` (or take the maximum with it, for the maxima), to one group where there are groups.
+
+        Of a layer with fewer heads than another one, to the first rows.
+        """
         tensor = self.at(name, layer, value.device)
         if group is not None:
             tensor = tensor[group]
+        if value.ndim == tensor.ndim:
+            tensor = tensor[tuple(map(slice, value.shape))]
         include(tensor, value, maximum=name in self.maxima)
 
     def state(self) -> State:
-        """Return all tensors on the CPU: stacked over layers, or rows in the order of their keys.
-
-        They may change with the next update.
-        """
+        """Return all tensors on the CPU, those of keys in the order of keys; they may change with the next update."""
         for name, tensors in self._tensors.items():
             for layer, tensor in enumerate(tensors):
                 if tensor.device.type != "cpu":
@@ -131,11 +124,15 @@ class LayerSums:
         return list(zip(tensor, value, strict=True)) if large and tensor.ndim > 1 else [(tensor, value)]
 
 
-class KeyedSums:
-    """Sums (or maxima) in rows that come into being when their key, a tuple of integers, is first seen.
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    folder, size = _folder.get(), dtype.itemsize * math.prod(shape)
+    if size < LARGE:
+        return torch.zeros(shape, dtype=dtype)
+    return zeros_in_pages(shape, dtype) if folder is None else zeros_in_file(shape, dtype, folder)
 
-    Tensors name → (rows, *shape) in float64.
-    """
+
+class KeyedSums:
+    """Sums (or maxima) name → (rows, *shape); a row is made when its key, a tuple of integers, is first seen."""
 
     def __init__(self, width: int, shapes: dict[str, tuple[int, ...]], maxima: tuple[str, ...] = ()) -> None:
         self.width = width
@@ -213,10 +210,7 @@ def token_slices(length: int, trailing: int, leading: int = 1) -> dict[str, slic
 
 
 def position_slices(read: int, length: int, apart: int) -> list[tuple[slice, slice]]:
-    """Map positions of contexts of `read` tokens to those of `length` tokens: pairs of slices, from and to.
-
-    The `apart` special tokens behind every text are the last ones, however short the text is.
-    """
+    """Map positions of `read` tokens to those of `length`, as pairs of slices; the last `apart` stay the last."""
     if read == length:
         return [(slice(None), slice(None))]
     end = read - apart
@@ -243,11 +237,10 @@ def share_of_thread(batch: int) -> int:
     return max(1, math.ceil(batch / torch.get_num_threads()))
 
 
-def cache_sized(batch: int, device: torch.device, contexts: int = 1) -> Iterator[slice]:
-    """Yield slices of a batch to work on at once: on a CPU, `contexts` at a time, as its cache holds; else all."""
+def cache_sized(batch: int, device: torch.device, contexts: int = 1) -> list[slice]:
+    """Cut a batch into slices to work on at once: on a CPU, `contexts` at a time, as its cache holds; else all."""
     step = contexts if device.type == "cpu" else max(batch, 1)
-    for start in range(0, batch, step):
-        yield slice(start, min(start + step, batch))
+    return [slice(start, min(start + step, batch)) for start in range(0, batch, step)]
 
 
 def cache_sized_groups(
@@ -263,4 +256,4 @@ def each_part(
     work: Callable[[slice], Result], batch: int, device: torch.device, contexts: int = 1
 ) -> list[Result]:
     """Apply `work` to each of the `cache_sized` parts of a batch; on a CPU, in parallel, a part a thread at least."""
-    return parallel_map(work, list(cache_sized(batch, device, min(contexts, share_of_thread(batch)))))
+    return parallel_map(work, cache_sized(batch, device, min(contexts, share_of_thread(batch))))

@@ -1,10 +1,9 @@
 """Tags: the vectors that sinks write into the tokens they catch, and in which layers they persist; sums over a corpus.
 
-The tag of a sink is the difference of a head's output between the tokens that it caught and the others; its strength
-is η², the share of the head's variance within contexts that the grouping explains (between over total sum of
-squares). The release is the η² of the same grouping in the residual stream of every later layer. A context in which
-a sink catches all tokens or none has no two groups to compare: it adds nothing to η², which is undefined where all
-are such. Only sums are kept: no attention matrix, and no context after its pass.
+The tag of a sink is the difference of a head's output between the tokens that it caught and the others; its strength is
+η², the share of the head's variance within contexts that the grouping explains (between over total sum of squares). The
+release is the η² of the same grouping in the residual stream of every later layer. A context in which a sink catches
+all tokens or none has no two groups to compare, and adds nothing to η².
 """
 
 from __future__ import annotations
@@ -26,22 +25,21 @@ FIRST, LATER, LEARNED_SINK, LOCAL = 0, 1, 2, 3
 SHIFTS = 4
 """By how many parts of a context, of one more, a grouping is shifted to see what one with its runs explains."""
 
-HEAD_OUTPUT = 0
-"""The place of a head's own output among the places where η² is taken; residual layer ℓ has 1 + ℓ."""
+HEAD_OUTPUT = 0  # where η² is of a head's own output; residual layer ℓ has 1 + ℓ
 
 
 class Tags(LayerSums):
     """Sums of a trace by sink (layer, head, kind, token) and by head (layer, head).
 
-    Sums by sink: contexts (G) in which it is one; sinks; position; received attention; caught queries; weight n₁n₀/n of
-    the two groups, and weighted by it the difference of their mean outputs (G, value_width), by group of contexts; by
-    caught queries the sink's value vector (value_width), its length and the mean length of others.
+    By sink: contexts (G) in which it is one; sinks; position; received attention; caught queries; weight n₁n₀/n of the
+    two groups, and weighted by it the difference of their mean outputs (G, value_width); by caught queries the sink's
+    value vector (value_width), its length and the mean length of others.
 
     By head: contexts; moment (value_width, value_width) of its output, centred within contexts.
 
-    By both: squares (G, 2 + layers, 2), sums of squares between the groups of tokens and in total, by group of
-    contexts; of the head's output chance, the sum of squares that a random grouping explains on average, and
-    chance_of_runs, the one that the grouping explains on average when it is shifted along the context.
+    By both: squares (G, 2 + layers, 2), sums of squares between the groups of tokens and in total; of the head's output
+    chance, the sum of squares that a random grouping explains on average, and chance_of_runs, the one that the grouping
+    explains on average when it is shifted along the context.
     """
 
     def __init__(self, layers: int, value_width: int, contexts: int) -> None:
@@ -66,23 +64,19 @@ class Tags(LayerSums):
         context: int,
     ) -> tuple[Tensor, Tensor]:
         """Add the terms of one layer of one context; returns the rows of its sinks and of its heads."""
-        position = catches.position.cpu()
+        ids, position, head = ids.cpu(), catches.position.cpu(), catches.head.cpu()
         kind = torch.where(position == 0, FIRST, torch.where(position == LEARNED, LEARNED_SINK, LATER))
         kind = torch.where(catches.local.cpu() & (position > 0), LOCAL, kind)
         # What token stands first does not matter, and a learned column has none.
         named = (kind == LATER) | (kind == LOCAL)
-        token = torch.where(named, ids.cpu()[position.clamp_min(0)], -1)
-        head = catches.head.cpu()
+        token = torch.where(named, ids[position.clamp_min(0)], -1)
         sinks = self.by_sink.rows(torch.stack([torch.full_like(head, layer), head, kind, token], dim=1))
-        tokens = position != LEARNED
-        at = position[tokens]
-        self.marked.mark(layer, head[tokens], torch.full_like(at, context), at, ids.cpu()[at])
+        at, of = position[position != LEARNED], head[position != LEARNED]
+        self.marked.mark(layer, of, torch.full_like(at, context), at, ids[at])
         sums, group = dict(sums), self._group_of(context)
         self.by_sink.at("difference")[:, group].index_add_(0, sinks, sums.pop("difference").cpu())
-        catching_heads = head.unique()
-        heads = self.by_head.rows(
-            torch.stack([torch.full_like(catching_heads, layer), catching_heads], dim=1)
-        )
+        catching = head.unique()
+        heads = self.by_head.rows(torch.stack([torch.full_like(catching, layer), catching], dim=1))
         of_heads = ("contexts", "moment", "chance", "chance_of_runs")
         self.by_head.add(heads, {name: sums.pop(f"head_{name}") for name in of_heads})
         self.by_sink.add(sinks, sums)
@@ -109,8 +103,7 @@ def measured(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Compute one layer's and context's terms of `Tags.update`, and of `Tags.add_place` at HEAD_OUTPUT.
 
-    Of the heads that have sinks: their output before W_O, the value of every key, and W_O W_Oᵀ, by which lengths are
-    those in the residual stream.
+    Of the heads that have sinks: their output before W_O, the value of every key, and W_O W_Oᵀ.
     """
     of, counted = catches.of, catches.counted.double()
     output, value = output.double(), value.double()
@@ -129,6 +122,13 @@ def measured(
     divided = split, more = _divided(catches)
     tokens = counted.sum(dim=1)
     weight = size * (all_counted - size) / all_counted
+    runs = [
+        sums_of_squares(
+            torch.einsum("st,stv->sv", moved.caught.double(), centred[catches.of]), squares, moved, metric
+        )
+        for moved in shifted_groups(catches)
+    ]
+    of_runs, _, whole_of_runs, _ = (torch.stack(each).mean(dim=0) for each in zip(*runs, strict=True))
     length = torch.linalg.vecdot(value @ metric, value).clamp_min(0).sqrt()
     at = catches.position.clamp_min(0)
     sink_value = value[of, at] * (catches.position != LEARNED).unsqueeze(1)
@@ -150,36 +150,14 @@ def measured(
         "head_contexts": torch.ones(len(counted)),
         "head_moment": moment,
         "head_chance": whole_total * more / (tokens - 1).clamp_min(1),
-        **_chance_of_runs(catches, centred, squares, metric, split),
+        "chance_of_runs": of_runs * split,  # of one group, rounding would be left
+        "head_chance_of_runs": whole_of_runs,
     }
     return sums_of_sink, _squares(between, total, groups, whole_total, *divided)
 
 
-def _chance_of_runs(
-    catches: Catches, centred: Tensor, squares: Tensor, metric: Tensor, split: Tensor
-) -> dict[str, Tensor]:
-    """Compute mean sums of squares between groups that are moved along the context, by sink and by head."""
-    shifted_squares = [
-        sums_of_squares(
-            torch.einsum("st,stv->sv", groups.caught.double(), centred[catches.of]),
-            squares,
-            groups,
-            metric,
-        )
-        for groups in shifted_groups(catches)
-    ]
-    return {  # of one group, rounding would be left
-        "chance_of_runs": torch.stack([of_sinks for of_sinks, _, _, _ in shifted_squares]).mean(dim=0)
-        * split,
-        "head_chance_of_runs": torch.stack([of_heads for _, _, of_heads, _ in shifted_squares]).mean(dim=0),
-    }
-
-
 def shifted_groups(catches: Catches) -> list[Catches]:
-    """Shift groups of tokens cyclically along the context, by 1, 2, … parts of `SHIFTS` + 1; runs keep their length.
-
-    Tokens that are left out keep their places, and the others move past them.
-    """
+    """Shift groups of tokens cyclically along the context, by 1, 2, … parts of `SHIFTS` + 1; runs keep their length."""
     counted, number = catches.counted, catches.counted.cumsum(dim=1) - 1
     order = torch.argsort((~counted).byte(), dim=1, stable=True)
     count = counted.sum(dim=1, keepdim=True).clamp_min(1)

@@ -24,7 +24,7 @@ from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.estimates import Floats
 from theodolite.explore.subject import MOST_TOKENS, Subject, Tags, ids_of_text
 from theodolite.measure import head_roles
-from theodolite.measure.head_matrices import MOST_POSITIONS
+from theodolite.measure.constituents import MOST_POSITIONS
 from theodolite.models import OpenModel, continued
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import check_fit

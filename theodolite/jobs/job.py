@@ -63,7 +63,7 @@ class Rows(Generic[Item]):
         """Read the items that are left."""
         done = 0
         for item in self._items:
-            if done >= progress.done:
+            if progress.done <= done < progress.total:
                 progress.checkpoint(done)
                 self._parts.append(self._read(item))
             done += self._size(item)

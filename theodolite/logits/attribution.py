@@ -1,7 +1,4 @@
-"""Find heads by their attention on repeated random tokens, and the constituents of their logits that cause it.
-
-Composes passes of the model with `measure.attribution`; knows no formula.
-"""
+"""Find heads by their attention on repeated random tokens, and the constituents of their logits that cause it."""
 
 from __future__ import annotations
 
@@ -16,19 +13,13 @@ from theodolite.accumulate.sums import State
 from theodolite.corpus.special_tokens import repeated_random_tokens
 from theodolite.errors import WorkError
 from theodolite.logits.shares import contexts_within, working_dtype
-from theodolite.measure.attribution import (
-    ATTRIBUTED,
-    COLUMNS,
-    Pattern,
-    attribute,
-    scores_by_context,
-)
+from theodolite.measure.attribution import ATTRIBUTED, COLUMNS, Pattern, attribute, scores_by_context
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.query_key_parts import LayerPass, split_queries_and_keys, visit_layers
 from theodolite.system.progress import Progress
-from theodolite.theory.decomposition import DecompositionByGroups, decompose_by_groups
+from theodolite.theory.decomposition import decompose_by_groups
 
 PATTERNS = tuple(ATTENTION_PATTERNS)
 
@@ -37,17 +28,9 @@ LONGEST = 256
 """Repeated random sequences, of at most so many tokens each: 16, or at least 4 where these are more tokens. Six of 256
 tokens give SmolLM2's scores to 0.03. A model that turns positions by the length of a pass turns these by theirs."""
 
-ATTRIBUTED_SEQUENCES = 4
-"""Of them the first, on which heads are attributed."""
-
-BEST = 3
-"""So many heads of each pattern are attributed whatever their score."""
-
-MOST = 16
-"""And those that pay the pattern at least `STRONG` of their attention, up to so many heads a pattern."""
-
-Chosen = dict[int, list[tuple[int, int]]]
-"""Layer → (head, number of the pattern), in order."""
+ATTRIBUTED_SEQUENCES = 4  # of them the first, on which heads are attributed
+BEST = 3  # so many heads of each pattern are attributed whatever their score
+MOST = 16  # and those that pay the pattern at least `STRONG` of their attention, up to so many a pattern
 
 
 def repeated_sequences(length: int) -> int:
@@ -58,24 +41,21 @@ def repeated_sequences(length: int) -> int:
 class PatternPass:
     """Scores of every head on repeated random tokens, and the causes of the attention of those that follow a pattern.
 
-    The sequences are random tokens, twice, with what the tokenizer puts around every context: T tokens in all, or
-    one less, but `LONGEST` at most. "induction" is mean attention from the second copy to the token after the first,
+    The sequences are random tokens, twice, with what the tokenizer puts around every context: T tokens in all, or one
+    less, but `LONGEST` at most. "induction" is mean attention from the second copy to the token after the first,
     "previous" from all but the first position to the one before, "same" from the second copy to the same token of the
-    first. With `mean` and `pos`, the heads that follow a pattern most are scored with each group of constituents of
-    their logits only, and without it. A head is attributed as its layer is read if it is among the best so far.
+    first. A head is attributed as its layer is read if it is among the best so far.
 
     State: scores (L, patterns, H), means over the sequences, and without (L, patterns, H, sequences), what they are
-    without each, NaN where there is no room for two copies of two tokens, and of heads that are not; with `mean`
-    numbers (rows, 9), the columns of `measure.attribution.COLUMNS`, patterns and groups as numbers. Notes: `refused`,
-    layer → why its logits could not be split.
+    without each, NaN where there is no room for two copies of two tokens, and of heads that are not; with `means`
+    numbers (rows, 9), the columns of `measure.attribution.COLUMNS`. Notes: `refused`, layer → why its logits could not
+    be split.
 
     Args:
         model, seed: whose heads, and of the sequences.
         length: of the text's contexts, T.
-        means: gives μ (2, d) and the positional basis (2, T, d) of a residual layer, of another text: the means over
-            repeated sequences repeat what came by chance in both copies, and would pass it off as position. They are of
-            either half of its contexts, one for queries and one for keys, so that their noise is in no product with
-            itself.
+        means: gives μ (2, d) and the positional basis (2, T, d) of a residual layer, of either half of another text,
+            for queries and for keys: what came by chance in both copies of a sequence would pass for position.
     """
 
     def __init__(
@@ -136,9 +116,21 @@ class PatternPass:
         first = torch.zeros(len(h), dtype=torch.int64)
         parts = decompose_by_groups(h, *self.means(layer), first, first + 1)
         try:
-            self._rows += _rows(layer_pass, parts, self.patterns, chosen)
+            split = split_queries_and_keys(layer_pass, parts, working_dtype(h), check_all=False)
         except WorkError as error:
             self.notes["refused"][str(layer)] = str(error)
+            return
+        places = sorted({head for head, _ in chosen})
+        grouped = split.query.shape[2] // split.key.shape[2]
+        key, some = split.key[:, :, [head // grouped for head in places]], slice(ATTRIBUTED_SEQUENCES)
+        inputs = split.inputs.of_heads(places).of_contexts(some)
+        of = attribute(split.query[:, some, places], key[:, some], inputs, self.patterns)
+        for head, pattern in chosen:
+            at = (pattern, places.index(head))
+            for group in range(len(ATTRIBUTED)):
+                numbers = of.share[group, at[1]], of.only[group][at], of.without[group][at], of.uniform[at]
+                row = [layer, head, pattern, float(of.score[at]), group, *map(float, numbers)]
+                self._rows.append(row)  # in the order of `COLUMNS`
 
 
 def repeated_patterns(
@@ -151,16 +143,18 @@ def repeated_patterns(
         model.required_vocabulary(), length, contexts, seed, below=model.vocabulary
     )
     model.check_tokens(ids)
-    if half < 2:
-        return ids, []
     second = range(start + half, start + 2 * half)
-    queries = {"induction": second, "previous": range(1, ids.shape[1]), "same": second}
-    distance = {"induction": half - 1, "previous": 1, "same": half}
-    return ids, [Pattern(name, distance[name], queries[name]) for name in PATTERNS]
+    patterns = {
+        "induction": (half - 1, second),
+        "previous": (1, range(1, ids.shape[1])),
+        "same": (half, second),
+    }
+    return ids, [Pattern(name, *patterns[name]) for name in PATTERNS] if half >= 2 else []
 
 
-def _choose(scores: Float[Tensor, "layers patterns heads"]) -> Chosen:
-    chosen: Chosen = {}
+def _choose(scores: Float[Tensor, "layers patterns heads"]) -> dict[int, list[tuple[int, int]]]:
+    """Choose the heads to attribute: layer → (head, number of the pattern), in order."""
+    chosen: dict[int, list[tuple[int, int]]] = {}
     heads = scores.shape[-1]
     for pattern in range(scores.shape[1]):
         known = scores[:, pattern].flatten().nan_to_num(-torch.inf)  # last: heads that a layer does not have
@@ -170,32 +164,3 @@ def _choose(scores: Float[Tensor, "layers patterns heads"]) -> Chosen:
         for flat in ordered.indices[:count].tolist():
             chosen.setdefault(flat // heads, []).append((flat % heads, pattern))
     return chosen
-
-
-def _rows(
-    layer_pass: LayerPass,
-    parts: DecompositionByGroups,
-    patterns: list[Pattern],
-    chosen: list[tuple[int, int]],
-) -> list[list[float]]:
-    """Attribute a layer's chosen heads: rows in the order of `COLUMNS`."""
-    split = split_queries_and_keys(layer_pass, parts, working_dtype(layer_pass.stream), check_all=False)
-    heads = sorted({head for head, _ in chosen})
-    grouped = split.query.shape[2] // split.key.shape[2]
-    key = split.key[:, :, [head // grouped for head in heads]]
-    some = slice(ATTRIBUTED_SEQUENCES)
-    inputs = split.inputs.of_heads(heads).of_contexts(some)
-    attribution = attribute(split.query[:, some, heads], key[:, some], inputs, patterns)
-    rows = []
-    for head, pattern in chosen:
-        place = heads.index(head)
-        for group in range(len(ATTRIBUTED)):
-            measured = (
-                attribution.share[group, place],
-                attribution.only[group, pattern, place],
-                attribution.without[group, pattern, place],
-                attribution.uniform[pattern, place],
-            )
-            score = float(attribution.score[pattern, place])
-            rows.append([layer_pass.layer, head, pattern, score, group, *map(float, measured)])
-    return rows

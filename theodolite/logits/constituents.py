@@ -1,7 +1,4 @@
-"""The logits of a prompt, split into constituents; and how much each carries, over a sample of a corpus.
-
-Composes what `models` captures with what `measure` computes of it; knows neither modules nor formulas.
-"""
+"""The logits of a prompt, split into constituents."""
 
 from __future__ import annotations
 
@@ -46,26 +43,23 @@ def constituents(
 ) -> Constituents:
     """Split the pre-softmax logits of one layer on a prompt into {mean, pos, ctx, resid, bias} × the same.
 
-    The hidden states h that enter the block are decomposed as h = mean + pos + ctx + resid (Song & Zhong 2024).
-    Both sides go through the norm with its scale frozen at each token, through the projection, through a norm
-    after it frozen likewise, and through the rotation, so the constituents add up to the model's own logits
-    (the published code sends each part through the norm by itself, so its parts do not). The part "bias" is
-    what there is without any hidden state: the biases of norm and projection.
+    The hidden states h that enter the block are decomposed as h = mean + pos + ctx + resid (Song & Zhong 2024). Both
+    sides go through the norm with its scale frozen at each token, through the projection, through a norm after it
+    frozen likewise, and through the rotation, so the constituents add up to the model's own logits (the published code
+    sends each part through the norm by itself, so its parts do not). The part "bias" is what there is without any
+    hidden state.
 
-    The model runs with the attention implementation that it has (`sdpa`, unless it was given another). Those of
-    `transformers` differ in the last digits: `eager` takes its softmax in float32 in most families even where the
-    model is in float64, so that later layers' logits then agree to 1e-7 only between the two.
+    The model runs with the attention implementation that it has. In `transformers`, `eager` takes its softmax in
+    float32 in most families even where the model is in float64: later layers' logits then agree to 1e-7 only.
 
     Args:
         model: from `open_model`.
         ids: token ids of one context (T) or of several (C, T), as the model reads them (special tokens too).
         layer: the block, counted from 0.
-        decomposition: where mean and pos come from. A `Run` of this model with contexts at least as long: its
-            μ and positional basis; ctx is then the mean of what is left over positions 1 … T−1 of each context.
-            (Where rotary positions turn by the length of a pass, they are those of the run's: take one as long.)
-            A `Decomposition` of such hidden states likewise. None: the hidden states of these contexts
-            themselves, at least 2, with position 0 apart as in a survey (μ and ctx are means over positions
-            1 … T−1).
+        decomposition: where mean and pos come from. A `Run` of this model with contexts at least as long (as long,
+            where rotary positions turn by the length of a pass): its μ and positional basis; ctx is then the mean of
+            what is left over positions 1 … T−1. A `Decomposition` of such hidden states likewise. None: the hidden
+            states of these contexts themselves, at least 2, with position 0 apart as in a survey.
         attention_mask, position_ids: of padded or packed ids, as `Corpus.from_ids` takes them; their contexts must have
             one length.
 
@@ -73,7 +67,16 @@ def constituents(
         UsageError: ids, layer or decomposition do not fit the model or each other.
         WorkError: the layer's queries and keys are no affine function of its input even with frozen norms.
     """
-    contexts = _contexts(model, ids, layer, attention_mask, position_ids)
+    check_whole(layer=layer)
+    model.check_place(layer)
+    if model.vocabulary is None:
+        raise UsageError(f"{model.id} reads {model.source.reads}, not token ids")
+    contexts = contexts_of_one_length(whole_ids(ids), attention_mask, position_ids).long()
+    if not model.has_positions(contexts.shape[1]):
+        raise UsageError(
+            f"{contexts.shape[1]} tokens are more than the {model.longest} that {model.id} reads"
+        )
+    model.check_tokens(contexts)
     model.check_weights()
     mean_and_pos = None if decomposition is None else _mean_and_pos(model, decomposition, contexts, layer)
     if mean_and_pos is None and len(contexts) < 2:
@@ -91,22 +94,6 @@ def constituents(
 
     visit_layers(model, contexts, [layer], visit)
     return results[0]
-
-
-def _contexts(
-    model: OpenModel, ids: Tensor, layer: int, attention_mask: Tensor | None, position_ids: Tensor | None
-) -> Tensor:
-    check_whole(layer=layer)
-    model.check_place(layer)
-    if model.vocabulary is None:
-        raise UsageError(f"{model.id} reads {model.source.reads}, not token ids")
-    contexts = contexts_of_one_length(whole_ids(ids), attention_mask, position_ids).long()
-    if not model.has_positions(contexts.shape[1]):
-        raise UsageError(
-            f"{contexts.shape[1]} tokens are more than the {model.longest} that {model.id} reads"
-        )
-    model.check_tokens(contexts)
-    return contexts
 
 
 def _mean_and_pos(
@@ -141,11 +128,7 @@ def whole_positional_basis(run: Surveyed) -> Float[Tensor, "layers positions wid
 
 
 def check_run(model: OpenModel, run: Surveyed) -> None:
-    """Refuse a run of another model, or one without a positional basis.
-
-    Raises:
-        UsageError: it is of another model, or has spectra only.
-    """
+    """Refuse a run of another model, or one without a positional basis: `UsageError`."""
     theirs = run.provenance["model"]
     same = theirs["width"] == model.width and theirs["layers"] == model.layers
     # What was opened is asked first: to know whether that was changed in memory, all of it is read.

@@ -16,16 +16,10 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import Groups
 from theodolite.errors import WorkError
 from theodolite.measure.constituents import share_sums
-from theodolite.measure.position import CUTOFFS
-from theodolite.measure.positional import qk_low_frequency
+from theodolite.measure.position import CUTOFFS, qk_low_frequency
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.query_key_parts import (
-    LayerPass,
-    of_streams,
-    split_queries_and_keys,
-    visit_layers,
-)
+from theodolite.models.query_key_parts import LayerPass, of_streams, split_queries_and_keys, visit_layers
 from theodolite.system.progress import Progress
 from theodolite.theory.decomposition import PARTS, DecompositionByGroups, decompose_by_groups
 
@@ -41,19 +35,17 @@ class SharesPass:
     """Logits of a seeded sample of contexts, each split around the means of other contexts.
 
     Mean and pos of a context are those of one group of contexts for its queries, of another one for its keys, and it is
-    in neither: what the means have of noise is of no logit of its own, and in no product with itself. Contexts have
-    different groups, so that leaving out contexts shows the means' noise, too.
+    in neither: their noise is in no product with itself. Contexts have different groups, so that leaving out contexts
+    shows that noise, too.
 
     State, of L layers, S sampled contexts and H heads: products (L, S, H, parts, parts), additive and total (L, S, H)
     of `ShareSums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are. Of layers that do not attend,
     zeros. Notes: `refused`, layer → why it could not be split, and `heads`, how many each layer has.
 
     Args:
-        model, corpus: of whose contexts `sample_of` takes some.
-        seed: of the sample.
+        model, corpus: of whose contexts `sample_of`, with the `seed`, takes some.
         means: the state of `Means`, of all contexts.
-        streams: of `KeptStreams` of the sample: one of its contexts runs through the model, for how each layer is
-            called, and the others' queries and keys are made of their streams.
+        streams: of `KeptStreams` of the sample, of which the queries and keys of all contexts but one are made.
     """
 
     def __init__(
@@ -182,10 +174,10 @@ def split_contexts(length: int) -> int:
 
 
 def sample_of(corpus: Corpus, seed: int) -> Int[Tensor, " sampled"]:
-    """Draw a seeded sample of at most `split_contexts` contexts, by number and in their order.
+    """Draw a seeded sample of at most `split_contexts` contexts, by number and in their order, as many of each group.
 
-    As many of each group of contexts as there are. Of contexts of unlike lengths, one of those that have as many tokens
-    as the mean, or more: the energy of the shortest is all of low frequency.
+    Of contexts of unlike lengths those at least as long as the mean: the energy of the shortest is all of low
+    frequency.
     """
     contexts, length = corpus.contexts.shape
     order = torch.randperm(contexts, generator=torch.Generator().manual_seed(seed))

@@ -1,7 +1,7 @@
 """Attribute a head's attention pattern to constituents: recompute it with each alone, and without it.
 
-A causal check on attention itself: the logits of some constituents are kept or taken away, masks, caps and
-learned sinks stay, and the attention that follows is scored as the head's own is. Nothing here sees a model.
+A causal check on attention itself: the logits of some constituents are kept or taken away, masks, caps and learned
+sinks stay, and the attention that follows is scored as the head's own is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from theodolite.accumulate.sums import State, each_part
 from theodolite.attention.inputs import MASKED, AttentionInputs
-from theodolite.measure.column import BALANCE, SHARE, Column, gives, head_places
+from theodolite.measure.column import Column, gives, head_places
 from theodolite.measure.constituents import ADDITIVE, COARSE, GROUPS, grouped, share_sums
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.measure.publications import SONG
@@ -79,48 +79,41 @@ def attribute(
 
     parts = each_part(work, len(inputs.query), inputs.query.device)
     score, uniform, *of_groups = torch.cat(parts, dim=1).mean(dim=1).cpu()
-    return Attribution(
-        score=score,
-        uniform=uniform,
-        share=torch.stack([*grouped(shares.value).values(), additive.value]),
-        only=torch.stack(of_groups[0::2]),
-        without=torch.stack(of_groups[1::2]),
-    )
+    share = torch.stack([*grouped(shares.value).values(), additive.value])
+    only, without = (torch.stack(of_groups[start::2]) for start in (0, 1))
+    return Attribution(score, uniform, share, only, without)
 
 
 def _variants(query: Tensor, key: Tensor, inputs: AttentionInputs) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield masked logits and sink: the head's, those of uniform attention, of each group only, and without it."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     query_of, key_of = (
-        {name: parts[_members(name)].sum(dim=0, dtype=dtype) for name in COARSE} for parts in (query, key)
+        {
+            name: sides[[PARTS.index(part) for part in parts]].sum(dim=0, dtype=dtype)
+            for name, parts in COARSE.items()
+        }
+        for sides in (query, key)
     )
 
     def products(left: Tensor, right: Tensor) -> Tensor:
         return left @ right.transpose(-1, -2) * inputs.scaling
 
-    def finished(rules: AttentionInputs, logits: Tensor) -> Tensor:
-        return rules.finished(logits, 0, 0)
-
     whole = products(inputs.query.to(dtype), inputs.key.to(dtype))
     pairs = {(a, b): products(query_of[a], key_of[b]) for a in COARSE for b in COARSE}
     unbiased, sink = replace(inputs, bias=None), inputs.sink
-    yield finished(inputs, whole.clone()), sink
-    yield finished(unbiased, torch.zeros_like(whole)), None
+    yield inputs.finished(whole.clone(), 0, 0), sink
+    yield unbiased.finished(torch.zeros_like(whole), 0, 0), None
     for sides in GROUPS.values():
         only = torch.stack([pairs[pair] for pair in sides]).sum(dim=0)
         without = whole - only
-        yield finished(unbiased, only), sink
-        yield finished(inputs, without), sink
-    yield finished(inputs, torch.zeros_like(whole)), sink
-    yield finished(unbiased, whole), sink
+        yield unbiased.finished(only, 0, 0), sink
+        yield inputs.finished(without, 0, 0), sink
+    yield inputs.finished(torch.zeros_like(whole), 0, 0), sink
+    yield unbiased.finished(whole, 0, 0), sink
 
 
-def _along(
-    logits: Float[Tensor, "contexts heads queries keys"],
-    sink: Float[Tensor, " heads"] | None,
-    patterns: list[Pattern],
-) -> Float[Tensor, "contexts patterns heads"]:
-    """Average the attention that is paid along each pattern."""
+def _along(logits: Tensor, sink: Tensor | None, patterns: list[Pattern]) -> Tensor:
+    """Average the attention that is paid along each pattern, (contexts, patterns, heads)."""
     normaliser = logits.logsumexp(dim=-1)
     if sink is not None:
         normaliser = torch.logaddexp(normaliser, sink.to(normaliser).view(1, -1, 1))
@@ -133,20 +126,18 @@ def _along(
     return torch.stack(scores, dim=1)
 
 
-_share = partial(Column, "attribution", range=SHARE)
+_column = partial(Column, "attribution")
 _COLUMNS = (
     *head_places("attribution"),
-    Column(
-        "attribution",
+    _column(
         "pattern",
         "The pattern that the head follows, on random tokens, twice.",
         "`induction`: from the second copy to the token after the first; `previous`: to the token before; `same`: from "
         "the second copy to the same token of the first.",
         names=tuple(ATTENTION_PATTERNS),
     ),
-    _share("score", "Mean attention paid along the pattern."),
-    Column(
-        "attribution",
+    _column("score", "Mean attention paid along the pattern."),
+    _column(
         "group",
         "A group of constituents of the logits.",
         "`position`, `context`, `cross`, `constant`, `additive`, as in the columns `share_…` of heads; and within the "
@@ -154,18 +145,16 @@ _COLUMNS = (
         f"{SONG}, section 5.2",
         names=ATTRIBUTED,
     ),
-    _share(
-        "share", "Share of the logits' variance on these sequences that the group carries.", range=BALANCE
-    ),
+    _column("share", "Share of the logits' variance on these sequences that the group carries."),
     *(
-        _share(
+        _column(
             name,
             f"The score of attention recomputed from the logits {of} this group.",
             "Masks, caps and learned sinks stay.",
         )
         for name, of in (("only", "of only"), ("without", "without"))
     ),
-    _share("uniform", "The score of uniform attention over the visible keys."),
+    _column("uniform", "The score of uniform attention over the visible keys."),
 )
 COLUMNS = [column.name for column in _COLUMNS]
 
@@ -178,7 +167,3 @@ def attribution_table(attribution: State) -> pd.DataFrame:
     for name, words in (("pattern", tuple(ATTENTION_PATTERNS)), ("group", ATTRIBUTED)):
         table[name] = pd.Series([words[int(number)] for number in table[name]], dtype="str")
     return table.astype({"layer": "int64", "head": "int64"})
-
-
-def _members(group: str) -> list[int]:
-    return [PARTS.index(part) for part in COARSE[group]]

@@ -1,15 +1,10 @@
-"""All declarations of this package, found by importing its modules: a module that is added is found, too.
-
-Reads no run and computes nothing.
-"""
+"""All declarations of this package, found by importing its modules: a module that is added is found, too."""
 
 from __future__ import annotations
 
 import functools
-import graphlib
 import hashlib
 import importlib
-import inspect
 import json
 import pkgutil
 from typing import Any
@@ -20,23 +15,16 @@ from pandas.api.types import is_bool_dtype, is_integer_dtype, is_numeric_dtype, 
 from theodolite import measure
 from theodolite.measure.column import GROUPS, MEASUREMENTS, MODEL_INDICES, Array, Column, Measurement
 
-EXTRA_COLUMNS = "extra_columns"
-"""Under which a run's provenance has the declarations of a caller's columns."""
+EXTRA_COLUMNS = "extra_columns"  # under which a run's provenance has the declarations of a caller's columns
 
 
 @functools.cache
 def measurements() -> tuple[Measurement, ...]:
-    """Return the marked functions of all modules, each after those whose arrays are among its parameters."""
+    """Return the marked functions of all modules."""
     for module in pkgutil.iter_modules(measure.__path__):
         importlib.import_module(f"{measure.__name__}.{module.name}")
     # By module: else they would be in the order of imports.
-    unordered = sorted(MEASUREMENTS, key=lambda each: each.function.__module__)
-    makers = {array.name: number for number, maker in enumerate(unordered) for array in maker.arrays}
-    needs = {
-        number: {makers[name] for name in inspect.signature(maker.function).parameters if name in makers}
-        for number, maker in enumerate(unordered)
-    }
-    return tuple(unordered[number] for number in graphlib.TopologicalSorter(needs).static_order())
+    return tuple(sorted(MEASUREMENTS, key=lambda each: each.function.__module__))
 
 
 @functools.cache
@@ -62,11 +50,10 @@ def checksum() -> str:
 
 
 def declared(table: str, provenance: dict[str, Any] | None = None) -> dict[str, Column]:
-    """Return the columns of a table by name, in the order of groups and declarations, a caller's last.
+    """Return the columns of a table by name, in the order of groups and declarations.
 
-    Args:
-        table: such as "layers", or "heads of a trace".
-        provenance: of the run, whose caller's own columns count too.
+    `table`: such as "layers", or "heads of a trace". Those of a caller, in the `provenance` of a run, are the last
+    ones.
     """
     entries = (provenance or {}).get(EXTRA_COLUMNS)
     callers = map(Column.from_json, entries if isinstance(entries, list) else [])
@@ -79,11 +66,6 @@ def declared(table: str, provenance: dict[str, Any] | None = None) -> dict[str, 
     return {column.name: column for column in sorted(columns, key=place)}
 
 
-def taken(table: str) -> set[str]:
-    """Return the names of a table's columns, standard errors and indices included."""
-    return {name for column in declared(table).values() for name in column.columns}
-
-
 def fault_of(table: str, rows: pd.DataFrame, model: dict[str, Any]) -> str | None:
     """Say what makes a table of a run of this `model` unreadable; None: nothing.
 
@@ -94,13 +76,12 @@ def fault_of(table: str, rows: pd.DataFrame, model: dict[str, Any]) -> str | Non
     columns = declared(table)
     if missing := [name for name, column in columns.items() if column.needed and name not in rows]:
         return f"it has no column {missing[0]}"
-    for name in rows:
-        values, column = rows[name], columns.get(str(name))
+    for name, values in rows.items():
+        column = columns.get(str(name))
         if name in MODEL_INDICES:
             of, last = MODEL_INDICES[str(name)]
-            if not is_integer_dtype(values) or (
-                of in model and not values.between(0, model[of] + last).all()
-            ):
+            known = is_integer_dtype(values)
+            if not known or (of in model and not values.between(0, model[of] + last).all()):
                 return f"the model has no such {name} as in its column {name}"
         elif not _is_of_its_kind(values, "number" if column is None else column.kind):
             return f"its column {name} holds {values.dtype}"

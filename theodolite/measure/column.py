@@ -35,22 +35,13 @@ CONSTITUENTS, POSITIONAL = "Constituents of its logits", "Position in the head"
 SPECTRUM, SPECTRUM_DATA = "Spectrum of W_QK", "Spectrum of W_QK Σ̂"
 BASIS, CONTEXTS, STREAM = "Positional basis", "Context vectors", "Hidden states"
 GROUPS = (
-    BASIS,
-    CONTEXTS,
-    STREAM,
-    ATTENTION,
-    BEHAVIOUR,
-    SINKS,
-    CONSTITUENTS,
-    POSITIONAL,
-    SPECTRUM,
-    SPECTRUM_DATA,
+    *(BASIS, CONTEXTS, STREAM, ATTENTION, BEHAVIOUR, SINKS),
+    *(CONSTITUENTS, POSITIONAL, SPECTRUM, SPECTRUM_DATA),
 )
 """The groups of the pickers, in their order; any other group follows."""
 
 SHARE, BALANCE = (0.0, 1.0), (-1.0, 1.0)
-AMOUNT, SIGNED = (0.0, math.inf), (-math.inf, math.inf)
-"""Ranges that many columns have."""
+AMOUNT, SIGNED = (0.0, math.inf), (-math.inf, math.inf)  # ranges that many columns have
 
 WITHOUT = ".without"
 """Ending of an array (8, rows): what a column is without each of 8 groups of contexts, as TABLE.COLUMN.without."""
@@ -73,10 +64,9 @@ class Column:
         names: which names there are, of a column of names; empty: any.
         kind: "number"; "name", one of a few; "text"; "flag", true or false; "index", the index of a layer or head.
             Unless given, it follows from `name` and `names`.
-        range: the lowest and the highest number to expect, which colours span; infinite: as far as the numbers go.
+        range: of a layer's or head's numbers, which colours span; infinite: as far as the numbers go.
         decades: whether colours go by powers of ten.
-        group: of the picker of head maps and of the card of a head.
-        offered: whether they have it.
+        group: of the picker of head maps and of the card of a head; `offered`: whether they have it.
         error: how its standard error is made, which is the column NAME_se; empty: it has none.
         floor: the column of the same table that says what noise or chance alone gives; empty: none is known.
         healthy: what its numbers meet in a healthy model.

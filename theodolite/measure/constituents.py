@@ -1,17 +1,21 @@
 """Split logits by the parts of queries and keys, and measure how much of the logits' variance each carries.
 
-The logit of a query and a key is bilinear in them, so it splits into the products of their parts, the
-constituents of Song & Zhong 2024, section 5.2 (there called QK constituents). Nothing here sees a model.
+The logit of a query and a key is bilinear in them, so it splits into the products of their parts, the constituents of
+Song & Zhong 2024, section 5.2 (there called QK constituents).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Float64
+from numpy.typing import NDArray
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, each_part
@@ -23,11 +27,7 @@ from theodolite.measure.publications import SONG
 from theodolite.theory.decomposition import PARTS
 from theodolite.theory.unbiased import Jackknifed, ratio
 
-COARSE: dict[str, tuple[str, ...]] = {
-    "constant": ("mean", "bias"),
-    "pos": ("pos",),
-    "cvec": ("ctx", "resid"),
-}
+COARSE: dict[str, tuple[str, ...]] = {"constant": ("mean", "bias"), "pos": ("pos",), "cvec": ("ctx", "resid")}
 """The coarser split of the paper (position and context), with what belongs to neither."""
 
 GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -39,39 +39,42 @@ GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
     "cvec-cvec": (("cvec", "cvec"),),
 }
 """Sums of constituents, each with its sides (query, key): what needs the position and nothing of the context, the
-reverse, both, or neither. A mean or a bias is on either side of most of what a head computes, so it goes with what
-is on the other side. The last two are the paper's own constituents, without mean and bias."""
+reverse, both, or neither; a mean or a bias goes with what is on the other side. The last two are the paper's own
+constituents, without mean and bias."""
 
 DISJOINT = ("position", "context", "cross", "constant")
 """Those of `GROUPS` that share nothing and leave out nothing."""
 
-ADDITIVE = "additive"
-"""What a bias on the logits adds, which is of neither query nor key."""
+ADDITIVE, QK, ATTENTION, CONSTANT = "additive", "QK", "attention", "constant"
+"""Matrices of a head besides products of its parts: a bias on its logits, the logits, attention; and the parts mean and
+bias together."""
 
 
-MOST_QUERIES = 256
-"""Whose logits are summed, one of each of as many stretches of a context."""
+MOST_POSITIONS = 128
+"""Positions shown: seven panels of so many squared are under a megabyte of page."""
+
+
+WITH_CONSTANTS = {sides: name for name in ("position", "context", CONSTANT) for sides in GROUPS[name]}
+"""Matrices that mean and bias are within, by what is on the other side; all others are named after their sides."""
+
+MOST_QUERIES = 256  # whose logits are summed, one of each of as many stretches of a context
 
 
 @dataclass(frozen=True)
 class Constituents:
     """One layer's logits, split by the parts of the query's and of the key's hidden state.
 
-    With part a of the query and b of the key, `logits[h, a, b, i, j] = scaling · query[a, h, i] · key[b, h, j]`,
-    and over all a and b, with `additive` (ALiBi or another bias on logits; zeros without), they sum to `total`,
-    the model's own logits before its softmax. Where the family caps its logits, they are those before the cap;
-    learned sink columns belong to no key and are left out. Logits of pairs that `visible` hides are given too.
-
-    `logits`, `additive`, `total`, `attention` and `visible` of a single context lead with heads; of several
-    contexts, with contexts, then heads. All are computed when asked for, in float64; `logits` takes parts² · T²
-    numbers a head, so ask `logits_of(head)` where that is much.
+    With part a of the query and b of the key, `logits[h, a, b, i, j] = scaling · query[a, h, i] · key[b, h, j]`, and
+    over all a and b, with `additive` (ALiBi or another bias on logits), they sum to `total`, the model's own logits
+    before its softmax and any cap; learned sink columns are left out. Logits of pairs that `visible` hides are given
+    too. All are computed when asked for, in float64, and lead with contexts, where there are several, then heads;
+    `logits` takes parts² · T² numbers a head, so ask `logits_of(head)` where that is much.
 
     Attributes:
         names: of the parts; "mean", "pos", "ctx", "resid" and "bias" unless made coarser.
         query, key: parts of queries and keys after rotation, grouped keys repeated for their query heads.
         inputs: what the model's attention was given.
-        rounding: relative difference of the parts, each computed by itself, from the model's own queries and
-            keys; it is of the size of the dtype's rounding, and has been put into "resid".
+        rounding: relative difference of the parts from the model's own queries and keys, which is now in "resid".
     """
 
     names: tuple[str, ...]
@@ -138,20 +141,14 @@ class Constituents:
 
 @dataclass(frozen=True)
 class ShareSums:
-    """Sums whose ratios are shares of logit variance; one row a context, so that contexts can be resampled.
-
-    share = Σ products / Σ total: over all contexts, or over some of them.
-    """
+    """Sums by context whose ratios are shares of logit variance: Σ products / Σ total over some contexts."""
 
     products: Float64[Tensor, "*layers contexts heads query_parts key_parts"]
     additive: Float64[Tensor, "*layers contexts heads"]
     total: Float64[Tensor, "*layers contexts heads"]
 
     def shares(self) -> tuple[Jackknifed, Jackknifed]:
-        """Compute shares (…, H, parts, parts) and the additive bias's (…, H), of all contexts and without each.
-
-        They sum to 1, and are NaN for constant logits; without the only context, too.
-        """
+        """Compute shares (…, H, parts, parts) and the additive bias's (…, H), which sum to 1 (constant logits: NaN)."""
         total = self.total.movedim(-2, 0)
         of_pairs = ratio(self.products.movedim(-4, 0), total[..., None, None])
         return of_pairs, ratio(self.additive.movedim(-2, 0), total)
@@ -166,77 +163,69 @@ def share_sums(
 ) -> ShareSums:
     """Sum what each constituent adds to the variance of the logits, by context; softmax-invariant.
 
-    Each row of logits is centred over the keys that its query sees, as the softmax takes no notice of what is
-    common to a row; a constituent's product with the centred whole, summed over keys and rows, then adds up
-    over constituents to the sum of squares of the whole. Logits are those before a cap. Position 0, whose
-    token is an outlier in most models, is left out as a query and as a key (of an image all tokens before its patches,
-    `leading`), and so are `trailing` special tokens at the end. Of longer contexts `MOST_QUERIES` queries are summed,
-    and all their keys. No T×T matrix is kept.
+    Each row of logits is centred over the keys that its query sees; a constituent's product with the centred whole,
+    summed over keys and rows, then adds up over constituents to the sum of squares of the whole. Logits are those
+    before a cap. The first `leading` positions are left out as queries and as keys, whose tokens are outliers in most
+    models, and so are `trailing` special tokens at the end. Of longer contexts `MOST_QUERIES` queries are summed, and
+    all their keys.
     """
+    end = inputs.key.shape[2] - trailing
+    at_least, width = torch.promote_types(query.dtype, torch.float32), query.shape[-1]
 
-    keys = slice(leading, inputs.key.shape[2] - trailing)
-
-    def work(part: slice) -> ShareSums:
+    def work(part: slice) -> tuple[Tensor, Tensor, Tensor]:
         # Others of each context, so that the jackknife over contexts knows what choosing them does.
-        chosen = leading + one_of_each_stretch(keys.stop - leading, MOST_QUERIES, part.start)
-        own = inputs.of_contexts(part).of_queries(chosen)
-        return _share_sums(query[:, part, :, chosen], key[:, part], own, keys)
+        chosen = leading + one_of_each_stretch(end - leading, MOST_QUERIES, part.start)
+        own, some = inputs.of_contexts(part).of_queries(chosen), query[:, part, :, chosen]
+        parts, contexts, heads = some.shape[:3]
+        # The parts of a key side by side, so that one product with the centred logits serves them all.
+        beside = key[:, part].to(at_least).permute(1, 2, 3, 0, 4).flatten(-2)
+        products = torch.zeros(contexts, heads, parts, parts, dtype=torch.float64, device=query.device)
+        additive, total = products.new_zeros(2, contexts, heads)
+        for block in replace(own, softcap=None).blocks():
+            visible = block.logits > MASKED / 2
+            visible[..., : max(leading - block.first, 0)] = False
+            visible[..., max(end - block.first, 0) :] = False
+            logits = block.logits.masked_fill_(~visible, 0)
+            mean = logits.sum(dim=-1, keepdim=True) / visible.sum(dim=-1, keepdim=True).clamp_min(1)
+            centred = logits.sub_(mean).masked_fill_(~visible, 0)
+            summed = weigh(centred, beside[:, :, block.first : block.last]).unflatten(-1, (parts, width))
+            rows = some[:, :, :, block.start : block.stop].to(at_least) * inputs.scaling
+            products += torch.einsum("achid,chibd->chab", rows, summed).double()
+            total += torch.linalg.vector_norm(centred, dim=(-2, -1), dtype=torch.float64).square()
+            if own.bias is not None:
+                bias = own.bias[:, :, block.start : block.stop] if own.bias.shape[2] > 1 else own.bias
+                bias = bias[..., block.first : block.last].to(at_least)
+                additive += (centred * bias).sum(dim=(-2, -1), dtype=torch.float64)
+        return products.cpu(), additive.cpu(), total.cpu()
 
-    parts = each_part(work, query.shape[1], query.device)
-    return ShareSums(
-        *(torch.cat(sums) for sums in zip(*(vars(part).values() for part in parts), strict=True))
-    )
-
-
-def _share_sums(query: Tensor, key: Tensor, inputs: AttentionInputs, keys: slice) -> ShareSums:
-    parts, contexts, heads, _, width = query.shape
-    at_least = torch.promote_types(query.dtype, torch.float32)
-    # The parts of a key side by side, so that one product with the centred logits serves them all.
-    beside = key.to(at_least).permute(1, 2, 3, 0, 4).flatten(-2)
-    products = torch.zeros(contexts, heads, parts, parts, dtype=torch.float64, device=query.device)
-    additive = torch.zeros(contexts, heads, dtype=torch.float64, device=query.device)
-    total = torch.zeros_like(additive)
-    for block in replace(inputs, softcap=None).blocks():
-        visible = block.logits > MASKED / 2
-        visible[..., : max(keys.start - block.first, 0)] = False
-        visible[..., max(keys.stop - block.first, 0) :] = False
-        logits = block.logits.masked_fill_(~visible, 0)
-        mean = logits.sum(dim=-1, keepdim=True) / visible.sum(dim=-1, keepdim=True).clamp_min(1)
-        centred = logits.sub_(mean).masked_fill_(~visible, 0)
-        summed = weigh(centred, beside[:, :, block.first : block.last]).unflatten(-1, (parts, width))
-        rows = query[:, :, :, block.start : block.stop].to(at_least) * inputs.scaling
-        products += torch.einsum("achid,chibd->chab", rows, summed).double()
-        total += torch.linalg.vector_norm(centred, dim=(-2, -1), dtype=torch.float64).square()
-        if inputs.bias is not None:
-            bias = inputs.bias[:, :, block.start : block.stop] if inputs.bias.shape[2] > 1 else inputs.bias
-            bias = bias[..., block.first : block.last].to(at_least)
-            additive += (centred * bias).sum(dim=(-2, -1), dtype=torch.float64)
-    return ShareSums(products.cpu(), additive.cpu(), total.cpu())
+    sums = zip(*each_part(work, query.shape[1], query.device), strict=True)
+    return ShareSums(*(torch.cat(parts) for parts in sums))
 
 
-_SHARES = {
-    "position": (
+_SHARES = (
+    (
+        "position",
         "Share of the logits' variance across keys that depends on position only: pos on one side or both, mean or "
         "bias on the other. Negative: it cancels other constituents.",
         "",
     ),
-    "context": (
+    (
+        "context",
         "The share that depends on context only, with mean or bias on the other side.",
         "Context is ctx and resid together, cvec.",
     ),
-    "cross": (
-        "The share with position on one side and context on the other.",
-        "pos × cvec and cvec × pos.",
-    ),
-    "constant": (
+    ("cross", "The share with position on one side and context on the other.", "pos × cvec and cvec × pos."),
+    (
+        "constant",
         "The share with mean or bias on both sides: it depends on no token; with RoPE, on relative distance.",
         "It varies along a row by the norm's scale of each token.",
     ),
-    "additive": (
+    (
+        "additive",
         "The share of a bias that the model adds to its logits, such as ALiBi.",
         "The five shares add up to 1.",
     ),
-}
+)
 
 
 @gives(
@@ -244,7 +233,8 @@ _SHARES = {
         Column(
             "heads",
             f"share_{part}",
-            *described,
+            meaning,
+            formula,
             f"{SONG}, section 5.2",
             f"logit share: {'both' if part == 'cross' else part}",
             range=BALANCE,
@@ -252,7 +242,7 @@ _SHARES = {
             rare=part == ADDITIVE,
             error="each context of the sample left out in turn (jackknife)",
         )
-        for part, described in _SHARES.items()
+        for part, meaning, formula in _SHARES
     )
 )
 def share_columns(shares: State, refused: Collection[str]) -> dict[str, Jackknifed]:
@@ -264,37 +254,33 @@ def share_columns(shares: State, refused: Collection[str]) -> dict[str, Jackknif
     values, without = grouped(of_pairs.value), grouped(of_pairs.without)
     columns = {name: Jackknifed(values[name], without[name]) for name in DISJOINT} | {ADDITIVE: additive}
     split = torch.tensor([str(layer) not in refused for layer in range(len(additive.value))])
+    known = {name: column.where(split[:, None]) for name, column in columns.items()}
     return {
-        f"share_{name}": Jackknifed(column.value.flatten(), column.without.flatten(1))
-        for name, column in ((name, column.where(split[:, None])) for name, column in columns.items())
+        f"share_{name}": Jackknifed(of.value.flatten(), of.without.flatten(1)) for name, of in known.items()
     }
+
+
+_constituent = partial(Column, "constituents")
 
 
 @gives(
     *head_places("constituents"),
-    Column(
-        "constituents",
+    _constituent(
         "query",
         "The part of the query.",
         "`mean`, `pos`, `ctx`, `resid` or `bias`; or `additive` and no key part: ALiBi or another bias on logits.",
         title="query part",
         names=(*PARTS, ADDITIVE),
     ),
-    Column(
-        "constituents", "key", "The part of the key.", "As the query's.", title="key part", names=(*PARTS, "")
-    ),
-    Column(
-        "constituents",
+    _constituent("key", "The part of the key.", "As the query's.", title="key part", names=(*PARTS, "")),
+    _constituent(
         "share",
         "Share of the variance of the head's logits that the product of these parts carries.",
-        "Rows centred over the keys that they see, Σ constituent · logit / Σ logit²; before any cap, position 0 left "
-        "out as query and key. Shares of a head sum to 1; one may be negative.",
+        "Rows centred over the keys that they see, Σ constituent · logit / Σ logit²; before any cap, without position "
+        "0. Shares of a head sum to 1; one may be negative.",
         f"{SONG}, section 5.2",
-        range=BALANCE,
     ),
-    Column(
-        "constituents", "standard_error", "Of the share, from leaving out one context at a time (jackknife)."
-    ),
+    _constituent("standard_error", "Of the share, from leaving out one context at a time (jackknife)."),
 )
 def constituents_table(shares: State, refused: Collection[str], heads_of: Sequence[int]) -> pd.DataFrame:
     """Tabulate each layer, head and pair of parts, and the additive bias, of the layers that are not `refused`."""
@@ -337,3 +323,87 @@ def paired_groups() -> dict[str, list[tuple[int, int]]]:
         ]
         for name, sides in GROUPS.items()
     }
+
+
+@dataclass(frozen=True)
+class HeadMatrix:
+    """A matrix of a head: values (n, n) of queries by keys, NaN where the query does not see the key.
+
+    `share`: of the variance of the logits that the softmax sees; NaN for attention, and where logits do not vary.
+    """
+
+    name: str
+    values: NDArray[np.float64]
+    share: float
+
+
+def head_matrices(
+    split: Constituents, head: int, *, context: int = 0, first: int = 1, raw: bool = False
+) -> list[HeadMatrix]:
+    """Compute a head's four constituents, what is in neither, their sum, and the attention.
+
+    "position" is pos × pos with the pairs of pos and a constant part (mean or bias), "context" the same of cvec;
+    "constant" has the pairs of constant parts, "additive" is there where the family adds a bias to its logits. They sum
+    to "QK", the model's own logits before a cap. Shares are those of a survey, whatever is shown.
+
+    Args:
+        split: from `constituents`, or made coarser into "pos", "cvec" and "constant".
+        head, context: which.
+        first: the first position shown, as query and key; `MOST_POSITIONS` are shown at most.
+        raw: the logits as they are, with "pos-pos" and "cvec-cvec" as published, and pairs with a constant part in
+            "constant"; else every row less its mean over the keys that the query sees (without position 0, unless it is
+            shown), which the softmax does not notice.
+
+    Raises:
+        UsageError: no such head, context or position, or a split into other parts.
+    """
+    _, contexts, heads, length, _ = split.query.shape
+    for what, number, of, count in (
+        ("head", head, "layer has heads", heads),
+        ("context", context, "split has contexts", contexts),
+        ("position", first, "context has positions", length),
+    ):
+        if not 0 <= number < count:
+            raise UsageError(f"{what} {number} does not exist: this {of} 0 to {count - 1}")
+    if split.names == PARTS:
+        split = split.coarse()
+    if set(split.names) != {"pos", "cvec", CONSTANT}:
+        raise UsageError(
+            f"the parts are {', '.join(split.names)}: give all of them, or pos, cvec and constant"
+        )
+    own = slice(context, context + 1)
+    inputs = split.inputs.of_heads([head]).of_contexts(own)
+    inputs = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
+    queries, keys = (side[:, own, head : head + 1] for side in (split.query, split.key))
+    of_head = replace(split, query=queries, key=keys, inputs=inputs)
+    sums = share_sums(of_head.query, of_head.key, of_head.inputs)
+    shares, additive_share = (of.value for of in sums.shares())
+    matrices: dict[str, Tensor] = {}
+    shares_of: dict[str, float] = {}
+    logits = of_head.logits_of(0).cpu()
+    for a, query in enumerate(of_head.names):
+        for b, key in enumerate(of_head.names):
+            name = f"{query}-{key}"
+            if not raw:
+                name = WITH_CONSTANTS.get((query, key), name)
+            elif CONSTANT in (query, key):
+                name = CONSTANT
+            matrices[name] = matrices.get(name, 0) + logits[a, b]
+            shares_of[name] = shares_of.get(name, 0.0) + float(shares[0, a, b])
+    if of_head.inputs.bias is not None:
+        matrices[ADDITIVE], shares_of[ADDITIVE] = of_head.additive[0].cpu(), float(additive_share[0])
+    matrices[QK], shares_of[QK] = of_head.total[0].cpu(), float(sum(shares_of.values()))
+    visible = of_head.visible[0].cpu()
+    if not raw:
+        over = visible.clone()
+        over[:, : min(first, 1)] = False
+        seen = over.sum(-1, keepdim=True).clamp_min(1)
+        matrices = {name: of - (of * over).sum(-1, keepdim=True) / seen for name, of in matrices.items()}
+    matrices[ATTENTION] = of_head.attention[0].cpu()
+    window = slice(first, first + MOST_POSITIONS)
+    return [
+        HeadMatrix(
+            name, of.masked_fill(~visible, math.nan)[window, window].numpy(), shares_of.get(name, math.nan)
+        )
+        for name, of in matrices.items()
+    ]

@@ -1,4 +1,4 @@
-"""The context vectors of each residual layer: similarity within and between labels, and coherence with position.
+"""The context vectors of each residual layer: similarity within and between labels, clusters, coherence with position.
 
 A context's vector is the mean of its hidden states less what their positions average to. It comes as two means over
 disjoint halves of its positions (`accumulate.means`): a product of different halves holds no noise of single tokens.
@@ -7,20 +7,24 @@ Source: Song & Zhong 2024.
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
+import warnings
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
+from torch.nn import functional
 
 from theodolite.accumulate.means import Sample, decomposed_means, whole_contexts
-from theodolite.accumulate.second_moments import trace_and_norm_of
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import Groups
 from theodolite.judging import Criterion
-from theodolite.measure.clusters import CLUSTER_COLUMNS, clusters
 from theodolite.measure.column import BALANCE, CONTEXTS, LEFT_OUT, SHARE, Array, Column, gives
 from theodolite.measure.position import grouped_basis
 from theodolite.measure.publications import SONG
@@ -28,39 +32,34 @@ from theodolite.system.processor import parallel_map
 from theodolite.theory.smoothness import Grid
 from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, product, together
 
+STARTS = 10  # seeded starts of k-means, of which the tightest clustering is taken
+
+_LIMITED = threading.Lock()
+
 _layer = partial(Column, "layers", group=CONTEXTS, error=LEFT_OUT)
 _share = partial(_layer, range=SHARE, source=f"{SONG}, Table 1")
+_cluster = partial(_layer, source=f"{SONG}, claim 2 of section 2; the index is ours", range=BALANCE)
 _SQUARED = (
     "√(Σ c_12 c_21 / Σ c_11 c_22), c_ij the cosine of one context's vector from half i of its positions and the "
     "other's from half j; c_11 and c_22 those of either context's own two: noise makes all smaller alike."
 )
 
 
-CONTEXT_COLUMNS = (
+@gives(
     _share(
         "incoherence_mean",
         "Root mean square cosine between positional and context vectors. Near 0: nearly orthogonal subspaces.",
         "√(Σ ⟨pos_t, u_c⟩⟨pos_t, v_c⟩ / Σ ‖pos_t‖² Σ ⟨u_c, v_c⟩), pos from two groups of contexts without c, u and v "
-        "the directions of ctx_c from either half of its positions; the square may be below 0, and the root keeps the "
-        "sign. The publication has mean |cosine| and the largest one, both of which sampling noise fills.",
+        "directions of ctx_c from either half; the root keeps the sign. Published: mean |cosine|, which noise fills.",
         title="incoherence",
         floor="incoherence_random",
         short="incoh.",
         healthy=Criterion("at most", 0.30, "cosine of position and context; GPT-2: 0.051"),
     ),
     _share(
-        "incoherence_random",
-        "Root mean square cosine of random directions with the covariance of the hidden states.",
-        "‖Σ‖_F / tr Σ.",
-        source="a closed form",
-        title="incoherence, random",
-        error="",
-    ),
-    _share(
         "similarity_within",
         "Root mean square cosine between context vectors with the same label.",
-        f"{_SQUARED} Its error leaves out groups of contexts, or labels, whichever is larger; empty below two labels. "
-        "The publication has mean |cosine|, which sampling noise fills.",
+        f"{_SQUARED} Its error leaves out groups of contexts, or labels, whichever is larger; empty below two labels.",
         floor="similarity_random",
         short="within",
     ),
@@ -88,23 +87,26 @@ CONTEXT_COLUMNS = (
         )
         for where, labels in (("within", "the same label"), ("between", "different labels"))
     ),
-    *CLUSTER_COLUMNS,
-)
-
-
-@gives(
-    *CONTEXT_COLUMNS,
+    _cluster(
+        "silhouette",
+        "Mean silhouette of the labels. 1: compact and separated; 0: no structure.",
+        "By cosine distance between disjoint halves of the positions of kept contexts that share their label with "
+        "another; empty below two such labels.",
+        title="silhouette of labels",
+    ),
+    _cluster(
+        "cluster_ari",
+        "How well k-means finds the labels (adjusted Rand index). 1: perfect; 0: chance.",
+        "Clusters from one half of the positions, as many as labels, best of 10 seeded starts; the other half says "
+        "which one a context is in.",
+        title="k-means ARI",
+    ),
     Array("context_basis", "(N, S, d)", "ctx, the mean of each kept context less μ, in each layer."),
     Array("context_label", "(S)", "The label of each kept context, −1 for none."),
     Array("context_cluster", "(N, S)", "The k-means cluster of each kept context, −1 for none."),
 )
 def context_columns(
-    means: State,
-    residual: State,
-    sample: Sample,
-    labels: Int[Tensor, " sampled"],
-    leading: int = 1,
-    grid: Grid | None = None,
+    means: State, sample: Sample, labels: Int[Tensor, " sampled"], leading: int = 1, grid: Grid | None = None
 ) -> dict[str, Any]:
     """Compute the columns of the context vectors, N values each, and their arrays.
 
@@ -119,9 +121,6 @@ def context_columns(
         read = (means["context_tokens"][layer] > 0).all(dim=0)
         contexts = Contexts(ctx[layer][:, read], labels[read], group[read], list(basis.groups))
         numbers = contexts.similarities() | {"incoherence_mean": contexts.incoherence(basis.p)}
-        trace, norm = trace_and_norm_of(residual, layer)
-        random = norm / trace
-        numbers["incoherence_random"] = Jackknifed.constant(random, len(basis.groups))
         agreement, cluster = contexts.clusters()
         clustering = torch.full_like(labels, -1).masked_scatter(read, cluster)
         return numbers | agreement, clustering
@@ -136,13 +135,7 @@ def context_columns(
 
 
 class Contexts:
-    """The context vectors of one layer, with what groups of contexts and labels they are in.
-
-    Args:
-        halves: of either half of the positions, (2, S, d).
-        labels: of each, −1 for none.
-        group: of each, among `groups`.
-    """
+    """Context vectors of one layer: `halves` (2, S, d), and of each a label (−1: none) and a group, one of `groups`."""
 
     def __init__(
         self,
@@ -171,23 +164,21 @@ class Contexts:
         same = self.labels == self.labels[:, None]
         names = self.labels.unique()
         apart_by_label = self.labels != names[names >= 0][:, None]
-        kinds = {"random": pairs}
-        if len(apart_by_label) > 1:
-            kinds |= {"within": labelled & same, "between": labelled & ~same}
         squares, agreement = self.gram * self.gram.T, self.agreement.outer(self.agreement)
-        crossed = (self.gram + self.gram.T) / 2
-        undefined = Jackknifed.constant(torch.tensor(math.nan, dtype=torch.float64), len(self.apart))
-        numbers = {
-            f"{of}_{where}": undefined for of in ("similarity", "cosine") for where in ("within", "between")
-        }
-        for where, chosen in kinds.items():
-            aparts = [self.apart] if where == "random" else [self.apart, apart_by_label]
-            of_squares = [_ratio(squares, agreement, chosen, apart) for apart in aparts]
-            numbers[f"similarity_{where}"] = _widest(of_squares).root()
-            if where != "random":
-                both = (self.agreement + self.agreement[:, None]) / 2
-                of_cosines = [_ratio(crossed, both, chosen, apart) for apart in aparts]
-                numbers[f"cosine_{where}"] = _widest(of_cosines)
+        crossed, both = (self.gram + self.gram.T) / 2, (self.agreement + self.agreement[:, None]) / 2
+        random = _ratio(squares, agreement, pairs, self.apart).root()
+        numbers = {"similarity_random": random}
+        for where, kind in (("within", same), ("between", ~same)):
+            if len(apart_by_label) < 2:
+                undefined = Jackknifed.constant(torch.tensor(math.nan, dtype=torch.float64), len(self.apart))
+                numbers |= {f"similarity_{where}": undefined, f"cosine_{where}": undefined}
+                continue
+            of_squares, of_cosines = (
+                [_ratio(part, whole, labelled & kind, apart) for apart in (self.apart, apart_by_label)]
+                for part, whole in ((squares, agreement), (crossed, both))
+            )
+            numbers[f"similarity_{where}"] = _widest(*of_squares).root()
+            numbers[f"cosine_{where}"] = _widest(*of_cosines)
         return numbers
 
     def incoherence(self, p: Float[Tensor, "groups positions width"]) -> Jackknifed:
@@ -234,30 +225,92 @@ class Contexts:
 
 
 def _ratio(
-    part: Float[Tensor, "sampled sampled"],
-    whole: Float[Tensor, "sampled sampled"],
-    chosen: Bool[Tensor, "sampled sampled"],
-    apart: Bool[Tensor, "left_out sampled"],
+    part: Tensor, whole: Tensor, chosen: Tensor, apart: Bool[Tensor, "left_out sampled"]
 ) -> Jackknifed:
     """Compute Σ part / Σ whole over chosen pairs of contexts: all, and those of the contexts in each row of `apart`.
 
     NaN where the whole is not above its noise.
     """
     kept = apart.double()
-    sums = [
-        Jackknifed((of * chosen).sum(), torch.einsum("gc,cd,gd->g", kept, of * chosen, kept))
-        for of in (part, whole)
-    ]
+
+    def summed(of: Tensor) -> Jackknifed:
+        return Jackknifed((of * chosen).sum(), torch.einsum("gc,cd,gd->g", kept, of * chosen, kept))
+
+    parts, wholes = summed(part), summed(whole)
     # Of pairs, of which one without a group has fewer, the sum per pair has the error that tells noise.
-    pairs = Jackknifed(chosen.sum().double(), torch.einsum("gc,cd,gd->g", kept, chosen.double(), kept))
-    return combined(torch.div, *sums).where(combined(torch.div, sums[1], pairs).above_noise())
+    mean = combined(torch.div, wholes, summed(torch.ones_like(whole)))
+    return combined(torch.div, parts, wholes).where(mean.above_noise())
 
 
-def _widest(several: list[Jackknifed]) -> Jackknifed:
-    """Return the first, which leaves out groups, with the largest error of all; one that is not known is none."""
-    errors = torch.stack([one.error for one in several])
-    return (
-        several[0].about(several[0].value, errors.nan_to_num(0).amax(dim=0))
-        if errors[0].isfinite()
-        else several[0]
-    )
+def _widest(by_groups: Jackknifed, by_labels: Jackknifed) -> Jackknifed:
+    """Return the first with the larger error of both; one that is not known is none."""
+    if not by_groups.error.isfinite():
+        return by_groups
+    return by_groups.about(by_groups.value, torch.fmax(by_groups.error, by_labels.error))
+
+
+def clusters(
+    ctx: Float[Tensor, "2 sampled width"],
+    cosines: Float[Tensor, "sampled sampled"],
+    labels: Int[Tensor, " sampled"],
+    start: Int[Tensor, " sampled"] | None = None,
+) -> tuple[dict[str, float], Int[Tensor, " sampled"]]:
+    """Compute the silhouette of the labels and the agreement of k-means with them (adjusted Rand index).
+
+    Args:
+        ctx: context vectors from either half of the positions, (2, S, d). Only their directions count, as in the paper.
+        cosines: between contexts, unbiased; NaN of contexts without a direction.
+        labels: one for each, −1 for none.
+        start: a clustering to start from, as returned for more contexts than these; None: `STARTS` seeded starts.
+
+    Returns:
+        The two numbers, NaN with fewer than two labels that contexts share; and each context's cluster, −1 for those
+            left out.
+    """
+    _, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
+    taken = (labels >= 0) & (counts[inverse] >= 2)
+    cluster = torch.full_like(labels, -1)
+    if len(labels[taken].unique()) < 2:
+        return {"silhouette": math.nan, "cluster_ari": math.nan}, cluster
+    from sklearn.cluster import KMeans  # only here: it takes a second to start
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.metrics import adjusted_rand_score
+
+    truth = inverse[taken]
+    first, second = functional.normalize(ctx[:, taken].double(), dim=-1).numpy()
+    # Sums over threads would depend on how many there are; and their number is one for all of the process.
+    model = KMeans(len(truth.unique()), n_init=STARTS, random_state=0)
+    if start is not None:
+        # Contexts that were in no cluster before do not say where one begins.
+        before = start[taken].numpy()
+        centres = np.stack([first[before == one].mean(axis=0) for one in np.unique(before[before >= 0])])
+        model = KMeans(len(centres), init=centres, n_init=1)
+    with _LIMITED, _thread_pools().limit(limits=1), warnings.catch_warnings():
+        # Equal contexts can be fewer points than clusters; then each point is its own cluster, as it should be.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        assigned = model.fit(first).predict(second)
+    cluster[taken] = torch.from_numpy(assigned).to(cluster.dtype)
+    numbers = {
+        "silhouette": silhouette(1 - cosines[taken][:, taken], truth),
+        "cluster_ari": float(adjusted_rand_score(truth.numpy(), assigned)),
+    }
+    return numbers, cluster
+
+
+def silhouette(distance: Float[Tensor, "contexts contexts"], labels: Int[Tensor, " contexts"]) -> float:
+    """Compute the mean of (b − a)/max(a, b): a to the others of the own label, b to the nearest other label."""
+    kinds, inverse = labels.unique(return_inverse=True)
+    known = distance.isfinite().double().fill_diagonal_(0)
+    member = functional.one_hot(inverse, len(kinds)).double()
+    mean = (distance.nan_to_num() * known) @ member / (known @ member)
+    inside = mean.gather(1, inverse[:, None]).flatten()
+    nearest = mean.masked_fill(member.bool() | mean.isnan(), math.inf).amin(dim=1)
+    size = torch.maximum(inside, nearest)
+    values = ((nearest - inside) / size)[(size > 0) & nearest.isfinite()]
+    return float(values.nanmean()) if len(values) else math.nan
+
+
+@functools.cache
+def _thread_pools() -> ThreadpoolController:
+    """Return the thread pools of all loaded libraries; looking for them takes longer than a small clustering."""
+    return ThreadpoolController()

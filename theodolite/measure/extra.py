@@ -1,13 +1,10 @@
-"""A measurement that brings its own sums: an accumulator that a survey feeds, and the columns that it makes of them.
-
-It is given as `survey(…, extra=[…])`.
-"""
+"""A measurement that brings its own sums: an accumulator that a survey feeds, and the columns that it makes of them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -15,15 +12,16 @@ from torch import Tensor
 from theodolite.accumulate.sums import LayerSums, State
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
+from theodolite.measure.catalogue import declared
 from theodolite.measure.column import OPEN_TABLES, Column
 
 
 class Extra(LayerSums, ABC):
-    """Sums over a text that add columns to the tables of a survey.
+    """Sums over a text that add columns to the tables of a survey, which is given them as `survey(…, extra=[…])`.
 
     A subclass declares its columns, gives `LayerSums.__init__` its tensors (one a residual layer, or one a block), sums
     in those of `stream`, `attention_input` and `attention` that it needs, and says what comes of it in `columns`. The
-    survey works on a copy, so that the same instance may be given again.
+    survey works on a copy.
 
     Attributes:
         name: stands for the measurement in the fingerprint of the run: change it when the numbers change.
@@ -47,49 +45,24 @@ class Extra(LayerSums, ABC):
         """Return every declared column, from the state of the whole text: N values of layers, L · H of heads."""
 
 
-def check_extra(extra: Sequence[Extra], taken: Callable[[str], set[str]]) -> None:
-    """Raise `UsageError` where one cannot be summed or told apart by name, or has columns that are `taken`."""
+def check_extra(extra: Sequence[Extra]) -> None:
+    """Raise `UsageError` where one cannot be summed or told apart by name, or has columns that are there."""
     for accumulator in extra:
-        kind = type(accumulator).__name__
         if not isinstance(accumulator, Extra):
+            kind = type(accumulator).__name__
             raise UsageError(
                 f"extra: {kind} is no accumulator: derive its class from Extra, and give an instance"
             )
     names = Counter(accumulator.name for accumulator in extra)
     if twice := [name for name, count in names.items() if count > 1]:
         raise UsageError(f"extra: two accumulators are called {twice[0]!r}: give each a name of its own")
-    names_of = {table: taken(table) for table in OPEN_TABLES}
-    for accumulator in extra:
-        for column in accumulator.declared:
-            if column.table not in OPEN_TABLES:
-                raise UsageError(
-                    f"{accumulator.name} declares columns of {column.table!r}: declare them of 'layers' or 'heads'"
-                )
-            if clash := names_of[column.table] & set(column.columns):
-                raise UsageError(
-                    f"{accumulator.name}: the table of {column.table} has a column {min(clash)!r} already"
-                )
-            names_of[column.table] |= set(column.columns)
-
-
-def extra_columns(
-    extra: Sequence[Extra], state_of: Callable[[str], State], rows: dict[str, int]
-) -> dict[str, dict[str, Sequence[float]]]:
-    """Collect the values of all accumulators from the states by their names: table → column → values.
-
-    Raises:
-        UsageError: a column is not declared, or does not have a value for each row.
-    """
-    tables: dict[str, dict[str, Sequence[float]]] = {table: {} for table in OPEN_TABLES}
-    for accumulator in extra:
-        table_of = {name: column.table for column in accumulator.declared for name in column.columns}
-        for name, values in accumulator.columns(state_of(accumulator.name)).items():
-            if name not in table_of:
-                raise UsageError(f"{accumulator.name} gives {name!r}, which it does not declare")
-            table = table_of[name]
-            if len(values) != rows[table]:
-                raise UsageError(
-                    f"{accumulator.name}: {len(values)} values of {name!r} for {rows[table]} {table}"
-                )
-            tables[table][name] = values
-    return tables
+    names_of = {
+        table: {name for column in declared(table).values() for name in column.columns}
+        for table in OPEN_TABLES
+    }
+    for name, table, columns in ((e.name, c.table, set(c.columns)) for e in extra for c in e.declared):
+        if table not in OPEN_TABLES:
+            raise UsageError(f"{name} declares columns of {table!r}: declare them of 'layers' or 'heads'")
+        if clash := names_of[table] & columns:
+            raise UsageError(f"{name}: the table of {table} has a column {min(clash)!r} already")
+        names_of[table] |= columns

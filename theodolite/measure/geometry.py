@@ -1,28 +1,41 @@
 """The hidden states of each residual layer: norms, how much a block changes them, massive activations, and figures.
 
 Position 0 is apart, and with it the special tokens that a tokenizer puts behind every text; so are tokens with massive
-activations (`accumulate.massive`). Of an image all `leading` tokens before its patches are apart, and the patches are a
-`grid` of rows and columns. `position.py` has the numbers of the positional basis, `contexts.py` those of context
-vectors. Source: Song & Zhong 2024.
+activations. Of an image all `leading` tokens before its patches are apart, and the patches are a `grid` of rows and
+columns. Source: Song & Zhong 2024.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
 from theodolite.accumulate.means import Sample, decomposed_means, whole_contexts
-from theodolite.accumulate.outliers import PUBLISHED
-from theodolite.accumulate.sums import State
+from theodolite.accumulate.outliers import MASSIVE_COUNTS, PUBLISHED
+from theodolite.accumulate.sums import State, part_of
 from theodolite.judging import Criterion
-from theodolite.measure.column import LEFT_OUT, SHARE, SIGNED, STREAM, Array, Column, gives
+from theodolite.measure.column import (
+    LEFT_OUT,
+    SHARE,
+    SIGNED,
+    STREAM,
+    WITHOUT,
+    Array,
+    Column,
+    array_without,
+    gives,
+    table_of,
+)
 from theodolite.measure.position import positions_read
 from theodolite.measure.publications import BAO, SONG, ZHANG
+from theodolite.theory.outliers import typical_magnitude
 from theodolite.theory.singular import by_gram_matrix
 from theodolite.theory.smoothness import Grid, grid_frequencies, lowest_frequencies, unit_rows
 from theodolite.theory.unbiased import Jackknifed, combined, ratio
@@ -30,14 +43,16 @@ from theodolite.theory.unbiased import Jackknifed, combined, ratio
 OUTLIER_SHARE = PUBLISHED.outlier_tokens
 """A dimension is an outlier dimension where at least this share of tokens exceeds 6 (Dettmers et al. 2022)."""
 
-SHOWN_SINGULAR_VALUES = 60
-SHOWN_FREQUENCIES = 10
-SHOWN_POSITIONS = 64
-SHOWN_CONTEXTS = 64
+SHOWN_SINGULAR_VALUES, SHOWN_FREQUENCIES, SHOWN_POSITIONS, SHOWN_CONTEXTS = 60, 10, 64, 64
 
 _layer = partial(Column, "layers", group=STREAM, error=LEFT_OUT)
 _share = partial(_layer, range=SHARE)
 _DEPTH = f"{SONG}, Fig. 8"
+_outlier = partial(Column, "outliers")
+_massive = partial(_outlier, source=f"{ZHANG}, section 2")
+_counted = partial(_massive, error=LEFT_OUT)
+_token = partial(Column, "massive")
+_COUNTED = ("massive", "massive_first")
 
 
 def _apart(name: str, title: str, of: str, when: str = "", short: str = "") -> tuple[Column, Column]:
@@ -51,7 +66,7 @@ def _apart(name: str, title: str, of: str, when: str = "", short: str = "") -> t
     )
 
 
-STREAM_COLUMNS = (
+@gives(
     Column(
         "layers",
         "layer",
@@ -93,12 +108,18 @@ STREAM_COLUMNS = (
         f"{ZHANG}, section 1",
         short="outl.",
     ),
+    _layer(
+        "massive_tokens",
+        "Number of tokens with a massive activation after the first position; position and context are of the others.",
+        "Those that had one at the layer before count down to a tenth of the ratio. The table `massive` names them.",
+        f"{ZHANG}, section 2",
+        error="",
+    ),
 )
-
-
-@gives(*STREAM_COLUMNS)
-def stream_columns(means: State, outliers: State, leading: int = 1) -> dict[str, Any]:
-    """Compute the columns of size and change, N values each, from states of `Means` and `OutlierCounts`."""
+def stream_columns(
+    means: State, outliers: State, leading: int = 1, massive: State | None = None
+) -> dict[str, Any]:
+    """Compute the columns of size and change, N values each, from `Means`, `OutlierCounts` and `MassiveTokens`."""
     filled = (means["contexts"] > 0).any(dim=0)
     contexts = means["contexts"][:, filled].T
     tokens = means["readers"][:, filled, leading:].sum(dim=2).T
@@ -106,7 +127,7 @@ def stream_columns(means: State, outliers: State, leading: int = 1) -> dict[str,
     def mean(name: str, count: Tensor = contexts) -> Jackknifed:
         return ratio(means[name][:, filled].T, count)
 
-    def massive(name: str) -> Jackknifed:
+    def occurrences(name: str) -> Jackknifed:
         counts = outliers[name][:, filled].sum(dim=2).T
         total = counts.sum(dim=0)  # of the whole corpus, also without a group
         number = Jackknifed(total, ratio(counts, contexts).without * contexts.sum(dim=0))
@@ -119,14 +140,15 @@ def stream_columns(means: State, outliers: State, leading: int = 1) -> dict[str,
         "norm_first": mean("norm_first_sum"),
         "cosine_previous": mean("cosine_sum", tokens).where(torch.arange(contexts.shape[1]) > 0),
         "rank_collapse": mean("collapse_sum"),
-        "massive_activations": massive("massive"),
-        "massive_activations_first": massive("massive_first"),
+        "massive_activations": occurrences("massive"),
+        "massive_activations_first": occurrences("massive_first"),
         "outlier_dimensions": combined(lambda of: (of >= OUTLIER_SHARE).sum(dim=1).double(), outlier_shares),
     }
     if "norm_last_sum" in means:
         columns["norm_last"] = mean("norm_last_sum")
-        columns["massive_activations_last"] = massive("massive_last")
-    return {"layer": list(range(contexts.shape[1])), **columns}
+        columns["massive_activations_last"] = occurrences("massive_last")
+    tokens_left_out = {} if massive is None else {"massive_tokens": massive["count"].tolist()}
+    return {"layer": list(range(contexts.shape[1])), **columns, **tokens_left_out}
 
 
 @gives(
@@ -137,36 +159,47 @@ def stream_columns(means: State, outliers: State, leading: int = 1) -> dict[str,
     Array("gram_position", "(n)", "These positions."),
     Array("gram_label", "(m)", "The labels of these contexts."),
     Array("dct", "(N, 10, 10)", "Magnitudes of the lowest frequencies of the normalised Gram matrix of P."),
-    Array("outlier_share", "(N, d)", "Share of tokens with |x| ≥ 6 in each dimension."),
 )
 def pictures(
-    means: State,
-    outliers: State,
-    sample: Sample,
-    labels: Int[Tensor, " sampled"],
-    leading: int = 1,
-    grid: Grid | None = None,
+    means: State, sample: Sample, labels: Int[Tensor, " sampled"], leading: int = 1, grid: Grid | None = None
 ) -> dict[str, Tensor]:
     """Return the arrays that the figures of the residual stream are drawn of.
 
-    From states of `Means`, which kept the contexts of `sample`, with a label each (−1: none), and of `OutlierCounts`.
+    From the state of `Means`, which kept the contexts of `sample`, with a label each (−1: none).
     """
     mean, pos, halves = decomposed_means(means, leading=leading)
     ctx = whole_contexts(halves, means["context_tokens"])
     tokens = means["token"] - mean[:, None] - pos[:, sample.token_position]
     pos = pos[:, : positions_read(means)]
-    order = _ordered_by_label(labels)
-    shown = (
-        torch.linspace(leading, pos.shape[1] - 1, min(SHOWN_POSITIONS, pos.shape[1] - leading)).round().long()
-    )
-    layers = [_pictures(*one, shown, order, leading, grid) for one in zip(pos, ctx, tokens, strict=True)]
-    return {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]} | {
-        "gram_position": shown,
-        "gram_label": labels[order],
-        "outlier_share": (
-            outliers["outlier"].sum(dim=1) / outliers["tokens"].sum(dim=1, keepdim=True)
-        ).float(),
-    }
+    # Kept contexts are grouped by label, the most frequent labels first.
+    values, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
+    frequency = torch.where(values < 0, -1, counts)[inverse].tolist()
+    by_label = sorted(range(len(labels)), key=lambda i: (-frequency[i], int(labels[i]), i))
+    order, end = torch.tensor(by_label[:SHOWN_CONTEXTS], dtype=torch.int64), pos.shape[1] - 1
+    shown = torch.linspace(leading, end, min(SHOWN_POSITIONS, end + 1 - leading)).round().long()
+
+    def of_layer(pos: Tensor, ctx: Tensor, cvec: Tensor) -> dict[str, Tensor]:
+        unit = unit_rows(pos[leading:])
+        axes, values = principal_axes(pos[leading:])
+        both = functional.normalize(torch.cat([pos[shown], ctx[order]]), dim=-1)
+        dct = torch.zeros(SHOWN_FREQUENCIES, SHOWN_FREQUENCIES, dtype=torch.float64)
+        if grid is None:
+            low = lowest_frequencies(unit, SHOWN_FREQUENCIES)
+            lowest = (low @ low.T).abs()
+        else:  # of the transform's four dimensions the diagonal: how much of P̄ there is of each pair of frequencies
+            lowest = grid_frequencies(unit, SHOWN_FREQUENCIES, grid).square().sum(dim=-1)
+        dct[: lowest.shape[0], : lowest.shape[1]] = lowest
+        return {
+            "positional_pca": (pos @ axes.T).float(),
+            "cvec_pca": (cvec @ axes.T).float(),
+            "singular_values": values[:SHOWN_SINGULAR_VALUES],
+            "gram": (both @ both.T).float(),
+            "dct": dct,
+        }
+
+    layers = [of_layer(*one) for one in zip(pos, ctx, tokens, strict=True)]
+    whole = {"gram_position": shown, "gram_label": labels[order]}
+    return {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]} | whole
 
 
 @gives(
@@ -174,45 +207,11 @@ def pictures(
     Array("positional_basis", "(N, T, d)", "pos, the mean of each position less μ."),
     Array("positional_basis_last", "(N, trailing, d)", "The same of special tokens that end every context."),
 )
-def position_arrays(
-    mu: Float[Tensor, "layers width"],
-    pos: Float[Tensor, "layers positions width"],
-    means: State,
-    trailing: int,
-) -> dict[str, Tensor]:
-    """Return the means by position of `accumulate.means.decomposed_means`, as far as enough contexts reach."""
-    end = pos.shape[1] - trailing
-    arrays = {"mean": mu, "positional_basis": pos[:, : positions_read(means)].float()}
-    return arrays | ({"positional_basis_last": pos[:, end:].float()} if trailing else {})
-
-
-def _pictures(
-    pos: Float[Tensor, "positions width"],
-    ctx: Float[Tensor, "sampled width"],
-    cvec: Float[Tensor, "tokens width"],
-    shown: Tensor,
-    order: Tensor,
-    leading: int,
-    grid: Grid | None,
-) -> dict[str, Tensor]:
-    """Return what one layer's figures need: principal directions of P, the normalised Gram matrix, its DCT."""
-    unit = unit_rows(pos[leading:])
-    axes, values = principal_axes(pos[leading:])
-    both = functional.normalize(torch.cat([pos[shown], ctx[order]]), dim=-1)
-    shown_dct = torch.zeros(SHOWN_FREQUENCIES, SHOWN_FREQUENCIES, dtype=torch.float64)
-    if grid is None:
-        low = lowest_frequencies(unit, SHOWN_FREQUENCIES)
-        lowest = (low @ low.T).abs()
-    else:  # of the transform's four dimensions the diagonal: how much of P̄ there is of each pair of frequencies
-        lowest = grid_frequencies(unit, SHOWN_FREQUENCIES, grid).square().sum(dim=-1)
-    shown_dct[: lowest.shape[0], : lowest.shape[1]] = lowest
-    return {
-        "positional_pca": (pos @ axes.T).float(),
-        "cvec_pca": (cvec @ axes.T).float(),
-        "singular_values": values[:SHOWN_SINGULAR_VALUES],
-        "gram": (both @ both.T).float(),
-        "dct": shown_dct,
-    }
+def position_arrays(whole_means: State, means: State, trailing: int, leading: int) -> dict[str, Tensor]:
+    """Return the means by position, as far as enough contexts reach, from `Means` with and without special tokens."""
+    mean, pos, _ = decomposed_means(whole_means, trailing, leading)
+    arrays = {"mean": mean, "positional_basis": pos[:, : positions_read(means)].float()}
+    return arrays | ({"positional_basis_last": pos[:, -trailing:].float()} if trailing else {})
 
 
 def principal_axes(
@@ -230,9 +229,73 @@ def principal_axes(
     return axes * sign.T, values
 
 
-def _ordered_by_label(labels: Int[Tensor, " sampled"]) -> Tensor:
-    """Order kept contexts for the Gram matrix: grouped by label, the most frequent labels first."""
-    values, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
-    frequency = torch.where(values < 0, -1, counts)[inverse]
-    key = sorted(range(len(labels)), key=lambda i: (-int(frequency[i]), int(labels[i]), i))
-    return torch.tensor(key[:SHOWN_CONTEXTS], dtype=torch.int64)
+@gives(
+    _outlier("layer", "Residual layer: 0 enters the first block."),
+    _outlier("dimension", "Dimension of the residual stream, counted from 0."),
+    _outlier(
+        "share",
+        "Share of tokens with |x| ≥ 6: an outlier dimension where it is 6 % or more.",
+        source=f"{ZHANG}, section 1",
+    ),
+    _outlier("maximum", "The largest |x| of the text."),
+    _outlier("maximum_first", "The largest |x| at position 0.", title="maximum, first token"),
+    _counted("massive", "Tokens with a massive activation in this dimension."),
+    _counted("massive_first", "First tokens with a massive activation in it.", title="massive, first token"),
+    _massive("massive_contexts", "Contexts with at least one such token after the first."),
+    *(array_without("outliers", name) for name in _COUNTED),
+    Array("outlier_share", "(N, d)", "Share of tokens with |x| ≥ 6 in each dimension."),
+    Array(
+        "typical_magnitude", "(N, d)", "Typical size of each dimension, exp E ln |x| over the text's tokens."
+    ),
+    Array(f"typical_magnitude{WITHOUT}", "(8, N, d)", "The same without each of 8 groups of contexts."),
+)
+def outliers_table(outliers: State, means: State) -> tuple[pd.DataFrame, dict[str, Tensor]]:
+    """Tabulate each layer's outlier dimensions and those with massive activations; with the size of every dimension.
+
+    What is without a group of contexts is NaN below eight contexts.
+    """
+    sums = {name: outliers[name].sum(dim=1) for name in ("outlier", *MASSIVE_COUNTS)}
+    tokens = outliers["tokens"]
+    share = sums.pop("outlier") / tokens.sum(dim=1, keepdim=True)
+    notable = torch.stack([share >= OUTLIER_SHARE, *(count > 0 for count in sums.values())]).any(dim=0)
+    layer, dimension = rows = notable.nonzero(as_tuple=True)
+    columns = {"layer": layer, "dimension": dimension, "share": share[rows]}
+    columns |= {name: outliers[name][rows] for name in ("maximum", "maximum_first")}
+    columns |= {name: count[rows].long() for name, count in sums.items()}
+    contexts = means["contexts"]
+    total, known = contexts.sum(dim=1), (contexts > 0).all()
+    logs = ratio(outliers["log_magnitude"].transpose(0, 1), tokens.T[:, :, None])
+    sizes = combined(typical_magnitude, logs).if_known((tokens > 0).all())
+    arrays = {"outlier_share": share.float(), "typical_magnitude": sizes.value.float()}
+    arrays[f"typical_magnitude{WITHOUT}"] = sizes.without.float()
+    for name in _COUNTED:
+        # Of all contexts: as many times the mean.
+        mean = ratio(outliers[name].transpose(0, 1), contexts.T[:, :, None])
+        count = combined(lambda of: of * total[layer], mean[rows]).if_known(known)
+        columns[f"{name}_se"] = count.error
+        arrays[f"outliers.{name}{WITHOUT}"] = count.without.float()
+    return table_of(columns), arrays
+
+
+@gives(
+    _token("layer", "Residual layer: 0 enters the first block."),
+    _token("context", "Context of the text, counted from 0."),
+    _token("position", "Position in the context, counted from 0."),
+    _token("token", "The token there.", kind="text"),
+    _token("dimension", "Dimension of the residual stream with the largest value."),
+    _token(
+        "value",
+        "That value.",
+        "|x| > 100 and > 1000 × the median magnitude of the context at this layer.",
+        f"{ZHANG}, section 2",
+    ),
+)
+def massive_table(massive: State, text: Callable[[int], str]) -> pd.DataFrame:
+    """Tabulate the massive tokens of the first 256 contexts, at most eight a context and layer."""
+    named = part_of(massive, "named")
+    layer, context, position, token = named["keys"].unbind(dim=1)
+    columns = {"layer": layer, "context": context, "position": position}
+    texts = [text(token_id) for token_id in token.tolist()]
+    return table_of(
+        columns | {"token": texts, "dimension": named["dimension"].long(), "value": named["value"]}
+    )

@@ -1,7 +1,6 @@
 """The roles that heads have and the attention patterns that they follow: columns, thresholds and names, known once.
 
-A head has a role where its score reaches the role's threshold. Thresholds are conventions of ours; nothing here
-computes a score.
+A head has a role where its score reaches the role's threshold. Thresholds are conventions of ours.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ class HeadRole:
     """A role of a head, which has it where the score in `column` (or a share computed from it) reaches `threshold`.
 
     `name` is of what is scored, `title` of a head that has the role. From the score `explains_low_entropy` on the role
-    alone accounts for a low attention entropy.
+    alone accounts for a low attention entropy. `target` says where a query attends, of a pattern on a repeated
+    sequence.
     """
 
     column: str
@@ -26,6 +26,7 @@ class HeadRole:
     threshold: float
     meaning: str
     explains_low_entropy: float = math.inf
+    target: str = ""
 
     @property
     def plural(self) -> str:
@@ -40,6 +41,7 @@ PREVIOUS_TOKEN = HeadRole(
     0.4,
     "Mean attention from a token to the one just before it.",
     explains_low_entropy=0.6,
+    target="to the previous token",
 )
 INDUCTION = HeadRole(
     "induction",
@@ -48,6 +50,7 @@ INDUCTION = HeadRole(
     0.3,
     "On a repeated random sequence: mean attention to the token that followed the earlier copy.",
     explains_low_entropy=0.6,
+    target="to the token that followed the earlier copy",
 )
 SAME_TOKEN = HeadRole(
     "same_token",
@@ -56,6 +59,7 @@ SAME_TOKEN = HeadRole(
     0.3,
     "Mean attention from a token to its earlier copies.",
     explains_low_entropy=0.6,
+    target="to the earlier copy of the same token",
 )
 FIRST_TOKEN_SINK = HeadRole(
     "sink_first",
@@ -105,23 +109,8 @@ COMMON_ROLES = (FIRST_TOKEN_SINK, LATER_SINK, PREVIOUS_TOKEN, SAME_TOKEN, INDUCT
 """Those that heads of every model may have."""
 
 
-@dataclass(frozen=True)
-class AttentionPattern:
-    """A pattern on which heads are scored and attributed, on a random sequence that is repeated once.
-
-    `target` says where a query attends.
-    """
-
-    role: HeadRole
-    target: str
-
-
-ATTENTION_PATTERNS = {
-    "induction": AttentionPattern(INDUCTION, "to the token that followed the earlier copy"),
-    "previous": AttentionPattern(PREVIOUS_TOKEN, "to the previous token"),
-    "same": AttentionPattern(SAME_TOKEN, "to the earlier copy of the same token"),
-}
-"""By the name that tables have, in the order of the scores' axis."""
+ATTENTION_PATTERNS = {"induction": INDUCTION, "previous": PREVIOUS_TOKEN, "same": SAME_TOKEN}
+"""Those that heads are scored on and attributed to, on a repeated sequence, by the name that tables have, in order."""
 
 SLIGHT, STRONG = 0.1, 0.2
 """Mean attention along a pattern below which no head follows it, and from which on a head is always attributed."""

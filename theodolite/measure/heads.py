@@ -15,6 +15,7 @@ from theodolite.accumulate.sums import State, part_of
 from theodolite.attention.sinks import SINK_THRESHOLD, is_sink
 from theodolite.corpus.cutting import NO_TOKEN
 from theodolite.judging import Criterion
+from theodolite.measure import head_roles
 from theodolite.measure.column import (
     AMOUNT,
     ATTENTION,
@@ -30,17 +31,6 @@ from theodolite.measure.column import (
     head_places,
     table_of,
 )
-from theodolite.measure.head_roles import (
-    ATTENTION_PATTERNS,
-    END_TOKEN_SINK,
-    FIRST_TOKEN_SINK,
-    INDUCTION,
-    LATER_SINK,
-    LEARNED_SINK,
-    PREVIOUS_TOKEN,
-    SAME_TOKEN,
-    HeadRole,
-)
 from theodolite.measure.publications import BAO, OLSSON, SONG, XIAO, ZHAI, ZHANG
 from theodolite.theory.propagation import propagation_of_draws
 from theodolite.theory.unbiased import Jackknifed, ratio
@@ -53,9 +43,24 @@ _SINK = (
 )
 
 
-def _of_role(role: HeadRole, group: str, source: str, formula: str = "", **more: Any) -> Column:
+def _of_role(role: head_roles.HeadRole, source: str, formula: str, **more: Any) -> Column:
     """Declare the column of a role's score."""
+    group = SINKS if role in head_roles.SINK_ROLES else BEHAVIOUR
     return _measured(role.column, role.meaning, formula, source, role.name, group=group, **more)
+
+
+_RATIOS = {
+    "entropy": ("total_entropy", "queries"),
+    "propagation": ("total_propagates", "total_last_sees"),
+    "sink_first": ("sink_first", "contexts"),
+    "sink_later": ("sink_later", "contexts"),
+    "sink_learned": ("learned", "queries"),
+    "previous_token": ("previous", "previous_queries"),
+    "same_token": ("same", "same_queries"),  # 0/0 = NaN: no token came twice
+    "sink_last": ("sink_last", "contexts"),
+    "to_image": ("picture", "text_queries"),
+}
+"""Column → the sums of `AttentionStatistics` that it is the ratio of."""
 
 
 @gives(*head_places("heads"))
@@ -90,18 +95,17 @@ def head_rows(heads_of: Sequence[int]) -> list[int]:
         group=ATTENTION,
         healthy=Criterion("at least", 0.05, "mean propagation: hardly any key's signal reaches the gradient"),
     ),
-    _of_role(PREVIOUS_TOKEN, BEHAVIOUR, OLSSON, "Mean over queries at positions 1 … T − 1."),
-    _of_role(SAME_TOKEN, BEHAVIOUR, f"{SONG}, section 5", "All earlier copies, over queries with one."),
-    _of_role(FIRST_TOKEN_SINK, SINKS, f"{XIAO}; {ZHANG}", f"Key 0. {_SINK}"),
-    _of_role(LATER_SINK, SINKS, ZHANG, "A later key of the text, defined as `sink_first`."),
+    _of_role(head_roles.PREVIOUS_TOKEN, OLSSON, "Mean over queries at positions 1 … T − 1."),
+    _of_role(head_roles.SAME_TOKEN, f"{SONG}, section 5", "All earlier copies, over queries with one."),
+    _of_role(head_roles.FIRST_TOKEN_SINK, f"{XIAO}; {ZHANG}", f"Key 0. {_SINK}"),
+    _of_role(head_roles.LATER_SINK, ZHANG, "A later key of the text, defined as `sink_first`."),
     _of_role(
-        END_TOKEN_SINK,
-        SINKS,
+        head_roles.END_TOKEN_SINK,
         "Clark et al. 2019, section 3.2",
         "Only where special tokens end every context, which are then no later keys.",
     ),
     _of_role(
-        LEARNED_SINK, SINKS, "models with a sink column, such as gpt-oss", "Mean over queries.", rare=True
+        head_roles.LEARNED_SINK, "models with a sink column, such as gpt-oss", "Mean over queries.", rare=True
     ),
     _measured(
         "to_image",
@@ -112,31 +116,14 @@ def head_rows(heads_of: Sequence[int]) -> list[int]:
     ),
 )
 def head_columns(attention: State) -> dict[str, Jackknifed]:
-    """Compute the measured columns of the heads table, L · H values each, layer by layer, from `AttentionStatistics`.
-
-    Errors are NaN below eight contexts.
-    """
-    sums = {
-        name: attention[name].unsqueeze(2)
-        for name in ("contexts", "queries", "previous_queries", "same_queries")
-    }
-    parts = {
-        "entropy": ("total_entropy", sums["queries"]),
-        "propagation": ("total_propagates", attention["total_last_sees"]),
-        "sink_first": ("sink_first", sums["contexts"]),
-        "sink_later": ("sink_later", sums["contexts"]),
-        "sink_learned": ("learned", sums["queries"]),
-        "previous_token": ("previous", sums["previous_queries"]),
-        "same_token": ("same", sums["same_queries"]),  # 0/0 = NaN: no token came twice
-        "sink_last": ("sink_last", sums["contexts"]),
-    }
-    if "picture" in attention:
-        parts["to_image"] = ("picture", attention["text_queries"].unsqueeze(2))
-    known = (attention["contexts"] > 0).all(dim=1).repeat_interleave(attention["entropy"].shape[1])
+    """Compute the measured columns of the heads table, L · H values each, from `AttentionStatistics`."""
+    heads = attention["entropy"].shape[1]
+    known = (attention["contexts"] > 0).all(dim=1).repeat_interleave(heads)
     columns = {}
-    for name, (part, whole) in parts.items():
+    for name, (part, whole) in _RATIOS.items():
         if part in attention:
-            values = ratio(attention[part].transpose(0, 1), whole.transpose(0, 1))
+            of_groups = attention[whole].reshape(*attention[whole].shape[:2], -1)  # of all heads, or of each
+            values = ratio(attention[part].transpose(0, 1), of_groups.transpose(0, 1))
             columns[name] = Jackknifed(values.value.flatten(), values.without.flatten(1)).if_known(known)
     return columns
 
@@ -171,8 +158,7 @@ def propagation_of_moments(query_keys: State, attention: State) -> dict[str, Ten
 
 @gives(
     _of_role(
-        INDUCTION,
-        BEHAVIOUR,
+        head_roles.INDUCTION,
         OLSSON,
         "On ⌊T/2⌋ random tokens, twice: mean attention from the second copy to the token after the first.",
         error="each random sequence left out in turn (jackknife)",
@@ -180,7 +166,7 @@ def propagation_of_moments(query_keys: State, attention: State) -> dict[str, Ten
 )
 def induction_columns(patterns: State) -> dict[str, Jackknifed]:
     """Return the induction score of every head, L · H values, from the state of a `PatternPass`."""
-    place = list(ATTENTION_PATTERNS).index("induction")
+    place = list(head_roles.ATTENTION_PATTERNS).index("induction")
     scores, without = (patterns[name][:, place].flatten(0, 1) for name in ("scores", "without"))
     return {"induction": Jackknifed(scores, without.T)}
 
@@ -212,15 +198,12 @@ def head_arrays(attention: State) -> dict[str, Tensor]:
     Column("sinks", "token", "Its text.", kind="text"),
     Column("sinks", "first", "Whether it is one at position 0, or later.", kind="flag"),
     Column("sinks", "contexts", "In how many contexts it is a sink, at one position or at several."),
-    Column("sinks", "share", "Their share of all contexts.", range=SHARE),
+    Column("sinks", "share", "Their share of all contexts."),
     Column("sinks", "position", "The mean position at which it is a sink."),
     array_without("sinks", "share"),
 )
 def sinks_table(attention: State, text: Callable[[int], str]) -> tuple[pd.DataFrame, dict[str, Tensor]]:
-    """Tabulate the tokens that became sinks: one row for each (layer, head, token, first or later position).
-
-    With the array of what `share` is without each group of contexts.
-    """
+    """Tabulate the tokens that became sinks, by layer, head, token, and first or not; shares also without groups."""
     sums = part_of(attention, "sink_tokens")
     layer, head, token, first = sums["keys"].unbind(dim=1)
     in_contexts, sinks, positions = (sums[name].long() for name in ("contexts", "sinks", "positions"))
@@ -252,37 +235,35 @@ def sinks_table(attention: State, text: Callable[[int], str]) -> tuple[pd.DataFr
         "received",
         "The most attention that any head pays it, in the mean of the queries that see it.",
         title="attention received",
-        range=SHARE,
     ),
     Column("examples", "layer", "The block of that head."),
     Column("examples", "head", "That head."),
     Column("examples", "sink", f"Whether that is more than {SINK_THRESHOLD}.", kind="flag"),
-)
-def examples_table(
-    attention: State, examples: Int[Tensor, "examples positions"], text: Callable[[int], str]
-) -> pd.DataFrame:
-    """Tabulate every token of the example contexts with the most attention that any head pays it on average."""
-    received, layer = attention["example_received"].max(dim=0)
-    head = attention["example_head"].gather(0, layer[None])[0].long()
-    context, position = places = (examples != NO_TOKEN).nonzero(as_tuple=True)
-    return table_of(
-        {
-            "context": context,
-            "position": position,
-            "token_id": examples[places],
-            "token": [text(token) for token in examples[places].tolist()],
-            "received": received[places],
-            "layer": layer[places],
-            "head": head[places],
-            "sink": is_sink(received)[places],
-        }
-    )
-
-
-@gives(
     Array("example_picture", "(E, height, width, 3)", "The first images of a survey of images."),
     Array("example_received", "(L, E, T)", "The most attention that any head of a block pays each token."),
 )
-def picture_arrays(pictures: Tensor, attention: State) -> dict[str, Tensor]:
-    """Return what a figure shows on the first images."""
-    return {"example_picture": pictures, "example_received": attention["example_received"].float()}
+def examples_table(
+    attention: State,
+    examples: Int[Tensor, "examples positions"],
+    text: Callable[[int], str],
+    pictures: Tensor | None = None,
+) -> tuple[pd.DataFrame, dict[str, Tensor]]:
+    """Tabulate the tokens of the examples with the most attention that any head pays them, images as arrays, too."""
+    received, layer = attention["example_received"].max(dim=0)
+    head = attention["example_head"].gather(0, layer[None])[0].long()
+    context, position = places = (examples != NO_TOKEN).nonzero(as_tuple=True)
+    ids = examples[places]
+    columns: dict[str, Tensor | list[str]] = {
+        "context": context,
+        "position": position,
+        "token_id": ids,
+        "token": [text(token) for token in ids.tolist()],
+        "received": received[places],
+        "layer": layer[places],
+        "head": head[places],
+        "sink": is_sink(received)[places],
+    }
+    if pictures is None:
+        return table_of(columns), {}
+    by_layer = attention["example_received"].float()
+    return table_of(columns), {"example_picture": pictures, "example_received": by_layer}

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,40 +17,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import State
-from theodolite.measure.column import (
-    AMOUNT,
-    ATTENTION,
-    SHARE,
-    SIGNED,
-    SPECTRUM,
-    SPECTRUM_DATA,
-    Array,
-    Column,
-    gives,
-)
+from theodolite.measure.column import ATTENTION, SHARE, SIGNED, SPECTRUM, SPECTRUM_DATA, Array, Column, gives
 from theodolite.measure.publications import BAO, ZHAI
+from theodolite.models.weights.head_weights import BEFORE_NORM, EXACT, NO_MATRIX, HeadWeights
 from theodolite.theory.entropy import entropy_lower_bound
 from theodolite.theory.propagation import propagation_finite
 from theodolite.theory.regimes import UNDEFINED, regime_margins
-from theodolite.theory.spectrum import QKMoments, core_eigenvalues, qk_moments, qk_spectral_norm
+from theodolite.theory.spectrum import core_eigenvalues, qk_moments, qk_spectral_norm
 
 _spectral = partial(Column, "heads", range=SIGNED, group=SPECTRUM)
-_size = partial(_spectral, range=AMOUNT, decades=True)
-_SECTION, _SPREAD, _CONCENTRATION, _REGIME = (
-    f"{BAO}, {place}" for place in ("section 4", "eq. 8", "eq. 6", "Lemma 2")
-)
+_size = partial(Column, "heads", group=SPECTRUM, decades=True)
+_PLACES = ("section 4", "eq. 8", "eq. 6", "Lemma 2")
+_section, _spread, _concentration, _rule = (partial(_spectral, source=f"{BAO}, {place}") for place in _PLACES)
 
 _MOMENTS = (
-    _spectral(
-        "trace",
-        "tr W, the sum of the eigenvalues. Positive: queries prefer similar keys.",
-        source=_SECTION,
-        short="trace",
+    _section(
+        "trace", "tr W, the sum of the eigenvalues. Positive: queries prefer similar keys.", short="trace"
     ),
-    _spectral(
+    _section(
         "trace_of_square",
         "tr W², the sum of squared eigenvalues; negative where rotation outweighs stretching.",
-        source=_SECTION,
         title="trace of the square",
     ),
     _size(
@@ -59,42 +45,34 @@ _MOMENTS = (
         source=f"{BAO}, section 6",
         title="squared Frobenius norm",
     ),
-    _spectral("mean", "tr W/d, over all d eigenvalues.", source=_SPREAD, title="spectrum mean"),
-    _spectral(
+    _spread("mean", "tr W/d, over all d eigenvalues.", title="spectrum mean"),
+    _spread(
         "variance",
         "tr W²/d − (tr W/d)²: the variance of the eigenvalues' real parts less the mean square of their imaginary "
         "parts. Small around a mean away from 0: localized attention without collapse.",
-        source=_SPREAD,
         title="spectrum variance",
         short="variance",
     ),
-    _spectral(
-        "xi",
-        "tr W/√tr W². Empty where tr W² is negative: use the ξ of the symmetric part there.",
-        source=_CONCENTRATION,
-        title="ξ",
-    ),
-    _size("eta", "√tr W²/λ. Empty where tr W² is negative.", "λ = 1 / scaling.", _CONCENTRATION, "η"),
-    _spectral(
+    _concentration("xi", "tr W/√tr W². Empty where tr W² is negative: use `xi_symmetric` there.", title="ξ"),
+    _size("eta", "√tr W²/λ. Empty where tr W² is negative.", "λ = 1 / scaling.", f"{BAO}, eq. 6", "η"),
+    _concentration(
         "xi_symmetric",
         "tr W/√tr W² of the symmetric part of W. Sign: late (+) or early (−); size: concentration of the spectrum.",
         "Always defined; `regime` is read off this one and `eta_symmetric`.",
-        _CONCENTRATION,
-        "ξ of the symmetric part",
+        title="ξ of the symmetric part",
         short="ξ sym.",
     ),
     _size(
         "eta_symmetric",
         "√tr W²/λ of the symmetric part of W: the scale of the spectrum. Large: the signal vanishes.",
         "λ = 1 / scaling.",
-        _CONCENTRATION,
+        f"{BAO}, eq. 6",
         "η of the symmetric part",
         short="η sym.",
     ),
-    _spectral(
+    _rule(
         "r",
         "tr W/λ. Far beyond ±2 with a small η the signal localizes in the middle; near 0 it is uniform.",
-        source=_REGIME,
         title="r = ξη",
         short="r",
     ),
@@ -102,23 +80,19 @@ _MOMENTS = (
 MOMENTS = tuple(column.name for column in _MOMENTS)
 
 _OF_WEIGHTS = (
-    _spectral(
+    _rule(
         "regime",
         "Where signal should propagate: early, middle or late positions, all equally (uniform), none (vanishing).",
-        f"`uniform`, `early-site`, `middle-site`, `late-site` or `vanishing`; `{UNDEFINED}` where `spectrum_of` is not "
-        "`projection`.",
-        _REGIME,
-        "predicted regime",
+        f"`{UNDEFINED}` where `spectrum_of` is not `{EXACT}`.",
+        title="predicted regime",
         kind="name",
         short="regime",
     ),
-    _spectral(
+    _rule(
         "regime_margin",
-        "How far what decides the regime is from the nearest threshold that would change it: 0.02 is borderline, 0.3 "
-        "clear.",
+        "How far what decides the regime is from the next threshold: 0.02 is borderline, 0.3 clear.",
         "Empty where undefined.",
-        _REGIME,
-        "margin of the regime",
+        title="margin of the regime",
         range=SHARE,
     ),
     *_MOMENTS,
@@ -137,77 +111,43 @@ _OF_DATA = tuple(
 )
 
 
-@runtime_checkable
-class QueryKeyWeights(Protocol):
-    """The weights of a layer's heads: `models.weights.head_weights.HeadWeights` is one."""
-
-    @property
-    def w_q(self) -> Tensor:
-        """W_q of every head, (H, d, d_h)."""
-
-    @property
-    def w_k(self) -> Tensor:
-        """W_k of every head, (H, d, d_h), grouped keys repeated."""
-
-    @property
-    def scaling(self) -> float:
-        """1 / λ: what logits are multiplied by."""
-
-    @property
-    def exact(self) -> bool:
-        """True if W_q W_kᵀ gives the logits."""
-
-
 def layer_spectra(
-    weights: QueryKeyWeights | None,
-    covariance: Float[Tensor, "width width"] | None,
-    heads: int,
-    head_width: int,
+    weights: HeadWeights | None, covariance: Float[Tensor, "width width"] | None, heads: int, head_width: int
 ) -> dict[str, Tensor]:
     """Compute what the localization measures need of one layer's weights, H rows each.
 
     `layer_moments`; spectrum (H, d_h, 2), eigenvalues as real and imaginary parts; spectral_norm (H), as `logit_norm`
-    gives it. With a covariance, all but the last also for W_QK Σ, with suffix `_data`.
-
-    Args:
-        weights: None for a layer whose queries and keys are no affine function of its input: all is NaN. Where they
-            are not `exact`, the spectrum is that of the projections, and what would follow for the logits is NaN.
-        covariance: of the attention module's input.
-        heads, head_width: of a layer that has no weights.
+    gives it. With a covariance of the attention module's input, all but the last also for W_QK Σ, with suffix `_data`.
+    All is NaN where queries and keys are no affine function of the input, without weights. Where these are not `exact`,
+    the spectrum is that of the projections.
     """
     spectra = {"spectral_norm": logit_norm(weights, heads)}
     for suffix, sigma in (("", None), ("_data", covariance)):
         if suffix and sigma is None:
             continue
+        moments = layer_moments(weights, heads, sigma)
         if weights is None:
-            moments, spectrum = None, _unknown(heads)[:, None, None].expand(heads, head_width, 2)
+            spectrum = _unknown(heads)[:, None, None].expand(heads, head_width, 2)
         else:
-            moments = _moments_of(weights, sigma)
-            spectrum = torch.view_as_real(
-                core_eigenvalues(moments.core, "W_QK or Σ" if suffix else "W_QK")
-            ).cpu()
-        spectra |= {name + suffix: moment for name, moment in _named(moments, heads).items()}
-        spectra["spectrum" + suffix] = spectrum
+            eigenvalues = core_eigenvalues(moments.pop("core"), "W_QK or Σ" if suffix else "W_QK")
+            spectrum = torch.view_as_real(eigenvalues).cpu()
+        moments["spectrum"] = spectrum
+        spectra |= {name + suffix: moment for name, moment in moments.items()}
     return spectra
 
 
-def layer_moments(weights: QueryKeyWeights | None, heads: int) -> dict[str, Float[Tensor, " heads"]]:
-    """Compute the moments of `MOMENTS` and `form_squared` of W_QK; NaN without weights."""
-    return _named(None if weights is None else _moments_of(weights, None), heads)
-
-
-def _moments_of(weights: QueryKeyWeights, covariance: Float[Tensor, "width width"] | None) -> QKMoments:
-    return qk_moments(weights.w_q, weights.w_k, covariance, temperature=1 / weights.scaling)
-
-
-def _named(moments: QKMoments | None, heads: int) -> dict[str, Float[Tensor, " heads"]]:
+def layer_moments(
+    weights: HeadWeights | None, heads: int, covariance: Float[Tensor, "width width"] | None = None
+) -> dict[str, Tensor]:
+    """Compute `MOMENTS` and `form_squared` (H) of W_QK, or W_QK Σ, and its core; NaN and no core without weights."""
     names = (*MOMENTS, "form_squared")
-    if moments is None:
+    if weights is None:
         return dict.fromkeys(names, _unknown(heads))
-    return {name: getattr(moments, name).cpu() for name in names}
+    moments = qk_moments(weights.w_q, weights.w_k, covariance, temperature=1 / weights.scaling)
+    return {"core": moments.core, **{name: getattr(moments, name).cpu() for name in names}}
 
 
-def logit_norm(weights: QueryKeyWeights | None, heads: int) -> Float[Tensor, " heads"]:
+def logit_norm(weights: HeadWeights | None, heads: int) -> Float[Tensor, " heads"]:
     """Compute ‖W_QK‖₂ · scaling, the spectral norm of the logits' matrix; NaN where no matrix gives the logits."""
     if weights is None or not weights.exact:
         return _unknown(heads)
@@ -218,19 +158,11 @@ def logit_norm(weights: QueryKeyWeights | None, heads: int) -> Float[Tensor, " h
     _spectral(
         "spectrum_of",
         "Which matrix the spectrum is of.",
-        "`projection`; `projection before norm` where queries and keys are normalised after projecting (Qwen 3): no "
-        "matrix gives the logits; `none` where none gives queries and keys either (DeepSeek's inner norms).",
+        f"`{EXACT}`; `{BEFORE_NORM}` where queries and keys are normalised after projecting (Qwen 3): no matrix gives "
+        f"the logits; `{NO_MATRIX}` where none gives queries and keys either (DeepSeek's inner norms).",
         kind="name",
-        range=AMOUNT,
         offered=False,
-    )
-)
-def spectrum_kinds(spectrum_of: Sequence[str], most_heads: int) -> dict[str, list[str]]:
-    """Name what the weights of each layer's heads are, `most_heads` times a layer."""
-    return {"spectrum_of": [kind for kind in spectrum_of for _ in range(most_heads)]}
-
-
-@gives(
+    ),
     *_OF_WEIGHTS,
     *_OF_DATA,
     Array("spectrum", "(L, H, d_h, 2)", "Eigenvalues of W_QK, real and imaginary parts; d − d_h more are 0."),
@@ -241,18 +173,15 @@ def spectrum_kinds(spectrum_of: Sequence[str], most_heads: int) -> dict[str, lis
     Array("propagation_predicted_data", "(L, H, T)", "The same from W_QK Σ̂."),
 )
 def localization_tables(
-    weights: State, exact: Sequence[bool], scalings: Sequence[float], length: int | None = None
+    weights: State, spectrum_of: Sequence[str], scalings: Sequence[float], length: int | None = None
 ) -> dict[str, Any]:
     """Compute moments and regimes, L · H values each, and arrays, from the `layer_spectra` of all layers, stacked.
 
-    Args:
-        weights: the stacked spectra.
-        exact: of each layer, whether its matrix gives the logits; else regimes and propagation are left open.
-        scalings: of each layer's logits.
-        length: T, for the predicted propagation; None: there is none.
+    `spectrum_of` and `scalings` are of each layer: without a matrix of the logits, regimes and propagation stay open,
+    and so does propagation without T, the `length`.
     """
-    results: dict[str, Any] = {}
-    known = torch.tensor(exact)
+    known = torch.tensor([kind == EXACT for kind in spectrum_of])
+    results: dict[str, Any] = {"spectrum_of": np.repeat(spectrum_of, weights["trace"].shape[1]).tolist()}
     for suffix in ("", "_data"):
         if "trace" + suffix not in weights:
             continue
@@ -264,12 +193,9 @@ def localization_tables(
         results["regime_margin" + suffix] = margin.flatten().tolist()
         results["spectrum" + suffix] = weights["spectrum" + suffix]
         if length is not None:
-            temperature = (1 / torch.tensor(scalings, dtype=torch.float64))[:, None].expand_as(
-                moments["trace"]
-            )
-            predicted = propagation_finite(
-                moments["trace"], moments["form_squared"], moments["trace_of_square"], length, temperature
-            )
+            trace, form, square = (moments[name] for name in ("trace", "form_squared", "trace_of_square"))
+            temperature = (1 / torch.tensor(scalings, dtype=torch.float64))[:, None].expand_as(trace)
+            predicted = propagation_finite(trace, form, square, length, temperature)
             results["propagation_predicted" + suffix] = predicted.masked_fill(~known[:, None, None], math.nan)
     return results
 
@@ -301,9 +227,8 @@ def entropy_bound(
 ) -> Float[Tensor, " heads"]:
     """Compute the exact lower bound on the mean attention entropy, in nats; NaN where the norm is.
 
-    ν = ‖XXᵀ‖₂ · ‖W_QK‖₂ · scaling, with the largest ‖XXᵀ‖₂ of any context, so that the bound holds for each. The
-    bound of a query is that for as many keys as it sees (all, those up to it, or a window's), and the head's is
-    their mean over queries, of which each position has as many as contexts have it (`readers`).
+    ν = ‖XXᵀ‖₂ · ‖W_QK‖₂ · scaling, with the largest ‖XXᵀ‖₂ of any context. The bound of a query is that for as many
+    keys as it sees, and the head's is their mean over queries, of which each position has `readers`.
     """
     nu = (gram_norm * spectral_norm)[:, None]
     # Where a layer does not attend, no query sees a key, and the bound is NaN as its norm is.

@@ -14,8 +14,7 @@ from theodolite.theory.regimes import UNDEFINED
 
 Indices = npt.NDArray[np.int64]
 
-LEAST_HEADS = 8
-"""Below that, a number over heads has no error worth giving, and a rank correlation says nothing."""
+LEAST_HEADS = 8  # below that, a number over heads has no error worth giving
 
 
 def rank_correlation(x: Floats, y: Floats) -> Floats:
@@ -46,10 +45,7 @@ def error_under_independence(count: int) -> float:
 
 
 def over_heads(statistic: Callable[[Indices], float], layers: Indices) -> Estimate:
-    """Estimate a number over heads, with its error from leaving out one layer at a time (jackknife).
-
-    Heads of one layer are not independent. statistic: of heads by their indices. No error below `LEAST_HEADS`.
-    """
+    """Estimate a statistic of heads, by their indices, with a jackknife's error over layers from `LEAST_HEADS` on."""
     heads, of = np.arange(len(layers)), np.unique(layers)
     value = statistic(heads) if len(heads) else math.nan
     if len(heads) < LEAST_HEADS or not math.isfinite(value):

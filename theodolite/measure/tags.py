@@ -11,12 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, part_of
-from theodolite.accumulate.tags import HEAD_OUTPUT
+from theodolite.accumulate.tags import HEAD_OUTPUT, LATER, LOCAL
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.measure.column import (
     LEFT_OUT,
-    SHARE,
-    SIGNED,
     WITHOUT,
     Array,
     Column,
@@ -29,32 +27,26 @@ from theodolite.measure.publications import ZHANG
 from theodolite.theory.outliers import MAD_TO_SD
 from theodolite.theory.unbiased import Jackknifed, combined, ratio
 
-KINDS = ("first", "later", "learned", "local")
-"""Names of `FIRST`, `LATER`, `LEARNED_SINK`, `LOCAL`."""
+KINDS = ("first", "later", "learned", "local")  # names of `FIRST`, `LATER`, `LEARNED_SINK`, `LOCAL`
+NAMED = (KINDS[LATER], KINDS[LOCAL])  # kinds whose rows are of a token
 
-NAMED = ("later", "local")
-"""Kinds whose rows are of a token."""
 
 OUTLIER_RATIO = 6.0
 """A dimension of a tag is an outlier from so many robust standard deviations on: 2e-9 of a Gaussian's."""
 
 SHOWN_DIMENSIONS = 5
-
-STRONGEST = 256
-"""So many sinks, those that tag most tokens, keep their tags by group of contexts."""
-
-TRACED_HEADS = "heads of a trace"
-"""What declarations call the heads table of a trace."""
+STRONGEST = 256  # so many sinks, those that tag most tokens, keep their tags by group of contexts
+TRACED_HEADS = "heads of a trace"  # what declarations call the heads table of a trace
 
 
 def _tag_columns(table: str) -> tuple[Column, ...]:
     """Declare the columns that sinks and heads both have: how strong a tag is in each layer."""
-    share = partial(Column, table, range=SHARE)
+    column = partial(Column, table)
     return (
         *head_places(table),
-        Column(table, "contexts", "Contexts with a sink."),
-        share("share", "Their share of all contexts."),
-        share(
+        column("contexts", "Contexts with a sink."),
+        column("share", "Their share of all contexts."),
+        column(
             "tag",
             "Share of the variance of the head's output that lies between the tokens that it caught and all others "
             "(η²).",
@@ -63,31 +55,29 @@ def _tag_columns(table: str) -> tuple[Column, ...]:
             error=LEFT_OUT,
             floor="tag_chance",
         ),
-        share(
+        column(
             "tag_chance", "η² of a random grouping of as many tokens.", "1/(tokens − 1).", title="tag, chance"
         ),
-        share(
+        column(
             "tag_shifted",
             "η² of the same grouping when shifted along the context by one to four fifths.",
             title="tag, shifted",
         ),
-        share("before", "η² in the residual stream that enters the head's block."),
-        share("after", "η² in the residual stream that leaves the head's block."),
-        share("released", "The largest η² of all later layers.", error=LEFT_OUT),
-        Column(table, "released_layer", "The layer of that η²; −1 where there is none.", title="released in"),
-        Column(
-            table,
+        column("before", "η² in the residual stream that enters the head's block."),
+        column("after", "η² in the residual stream that leaves the head's block."),
+        column("released", "The largest η² of all later layers.", error=LEFT_OUT),
+        column("released_layer", "The layer of that η²; −1 where there is none.", title="released in"),
+        column(
             "gain",
             "`released` less `before`.",
             "Its error is for that layer alone; that it is the largest of several, the page of a trace accounts for.",
-            range=SIGNED,
             error=LEFT_OUT,
         ),
     )
 
 
 def layers_with_sinks(state: State) -> list[int]:
-    """List the layers whose W_O `written` needs, in order; layer 0 where none has a sink, for the shapes of nothing."""
+    """List the layers whose W_O `written` needs; layer 0 where none has a sink, for the shapes of nothing."""
     return state["by_head.keys"][:, 0].long().unique().tolist() or [0]
 
 
@@ -103,26 +93,31 @@ def written(state: State, layer: int, w_o: Float[Tensor, "heads value_width widt
     sums = torch.stack([sinks["difference"].sum(dim=1), sinks["value"]])
     means = sums / torch.where(weights > 0, weights, torch.nan)
     w_o = w_o.double().cpu()
-    # Both kinds of rows are in the order of their keys: layers, and heads in them.
-    of_heads = [(sinks["keys"][:, :2] == torch.tensor([layer, head])).all(dim=1) for head in range(len(w_o))]
-    # One head at a time: it may have many sinks.
-    direction, value = torch.cat(
-        [means[:, rows] @ w_head for rows, w_head in zip(of_heads, w_o, strict=True)], dim=1
-    )
-    between, total = sinks["squares"][:, :, HEAD_OUTPUT].sum(dim=1).unbind(dim=1)
-    tagged = (sinks["caught"] * between / total).nan_to_num(nan=-1.0)
-    strongest = tagged.argsort(descending=True, stable=True)[:STRONGEST].sort().values
-    strongest = strongest[sinks["keys"][strongest, 0] == layer]
-    by_group = sinks["difference"][strongest] @ w_o[sinks["keys"][strongest, 1].long()]
+    of_layer, of_head = sinks["keys"][:, 0] == layer, sinks["keys"][:, 1].long()
+    # One head at a time, in the order of keys: it may have many sinks.
+    through = [means[:, of_layer & (of_head == head)] @ w_head for head, w_head in enumerate(w_o)]
+    direction, value = torch.cat(through, dim=1)
+    strongest = _by_strength(sinks)[:STRONGEST].sort().values
+    strongest = strongest[of_layer[strongest]]
+    by_group = sinks["difference"][strongest] @ w_o[of_head[strongest]]
+    # The moment is A Aᵀ, so W_Oᵀ A Aᵀ W_O has the squared singular values of Aᵀ W_O.
     in_layer = heads["keys"][:, 0] == layer
-    weights_of = w_o[heads["keys"][in_layer, 1].long()]
+    values, vectors = torch.linalg.eigh(heads["moment"][in_layer])
+    root = values.clamp_min(0).sqrt().unsqueeze(-1) * vectors.mT
+    principal = torch.linalg.svd(root @ w_o[heads["keys"][in_layer, 1].long()], full_matrices=False).Vh[:, 0]
     return {
         "direction": direction,
         "by_group": by_group / torch.linalg.vector_norm(by_group, dim=(1, 2), keepdim=True),
         "by_group_row": strongest,
         "value": value,
-        "principal": _principal(heads["moment"][in_layer], weights_of),
+        "principal": principal,
     }
+
+
+def _by_strength(sinks: State) -> Tensor:
+    """Order the rows of sinks by the share of queries that they catch and tag."""
+    between, total = sinks["squares"][:, :, HEAD_OUTPUT].sum(dim=1).unbind(dim=1)
+    return (sinks["caught"] * between / total).nan_to_num(nan=-1.0).argsort(descending=True, stable=True)
 
 
 _trace = partial(Column, "traces")
@@ -140,13 +135,12 @@ _trace = partial(Column, "traces")
     _trace("token_id", "Of a later or local sink; −1 for the others."),
     _trace("token", "Its text; empty for the others.", kind="text"),
     _trace("position", "Its mean position."),
-    _trace("received", "The attention that it receives on average.", title="attention received", range=SHARE),
-    _trace("caught", "Share of all queries that it catches.", range=SHARE),
+    _trace("received", "The attention that it receives on average.", title="attention received"),
+    _trace("caught", "Share of all queries that it catches."),
     _trace(
         "alignment",
         "Cosine of the tag's direction and the sink's value vector.",
         "Both through W_O; below 1 where a head has several sinks.",
-        range=SIGNED,
     ),
     _trace("value_ratio", "Length of the sink's value vector over the mean length of others."),
     _trace("dimension", "The largest dimension of the tag; −1: it has none."),
@@ -155,7 +149,7 @@ _trace = partial(Column, "traces")
         "Dimensions beyond six robust standard deviations of the tag's components, five at most.",
         kind="text",
     ),
-    _trace("tagged", "`caught` · `tag`, by which rows are ordered.", range=SHARE),
+    _trace("tagged", "`caught` · `tag`, by which rows are ordered."),
     Array(
         "tag_direction",
         "(rows of traces, d)",
@@ -191,7 +185,8 @@ def traces(
     sinks, in_contexts = sums["sinks"], sums["contexts"]
     group = torch.bincount(Groups(contexts).of(torch.arange(contexts)), minlength=GROUPS)
     numbers["share"] = ratio(in_contexts.T, group[:, None])
-    direction = written["direction"]
+    direction, value = written["direction"], written["value"]
+    lengths = torch.linalg.vector_norm(direction, dim=1) * torch.linalg.vector_norm(value, dim=1)
     caught = sums["caught"] / (contexts * (length - 1))
     columns = {
         "layer": layer,
@@ -205,29 +200,23 @@ def traces(
         "received": sums["received"] / sinks,
         "caught": caught,
         **columns_of_tags,
-        "alignment": _cosine(direction, written["value"]),
+        "alignment": torch.where(lengths > 0, (direction * value).sum(dim=1) / lengths, torch.nan),
         "value_ratio": sums["value_length"] / sums["other_length"],
         **_dimensions(direction),
         "tagged": caught * columns_of_tags["tag"],
     }
-    table = table_of(columns)
-    names = ["tagged", "layer", "head", "token_id"]
-    table = table.sort_values(names, ascending=[False, True, True, True], na_position="last")
-    order = torch.from_numpy(table.index.to_numpy(copy=True))
-    place = torch.full_like(order, len(written["by_group"]))
-    place[written["by_group_row"]] = torch.arange(len(written["by_group"]))
-    none = written["by_group"].new_full((1, *written["by_group"].shape[1:]), torch.nan)
-    by_group = torch.cat([written["by_group"], none])[place[order[:STRONGEST]]]
+    order = _by_strength(sums)
+    strongest = torch.searchsorted(written["by_group_row"], order[:STRONGEST])
     arrays = {
         "tag_direction": direction[order].float(),
-        "tag_by_group": by_group.half(),
+        "tag_by_group": written["by_group"][strongest].half(),
         "release": release[order],
     }
-    without = {
+    arrays |= {
         f"traces.{name}{WITHOUT}": one[order].if_known(contexts >= GROUPS).without.float()
         for name, one in numbers.items()
     }
-    return table.reset_index(drop=True), arrays | without
+    return table_of(columns).iloc[order.numpy()].reset_index(drop=True), arrays
 
 
 @gives(
@@ -235,10 +224,7 @@ def traces(
     Array("principal_direction", "(rows of heads, d)", "The leading direction of the head's output."),
 )
 def traced_heads(state: State, written: State, contexts: int) -> tuple[pd.DataFrame, dict[str, Tensor]]:
-    """Tabulate the heads that have a sink anywhere, with the arrays of these rows.
-
-    η² is of the whole grouping: the tokens of each sink, and those that none caught.
-    """
+    """Tabulate the heads that have a sink anywhere; η² is of the tokens of each sink, and those that none caught."""
     sums = part_of(state, "by_head")
     keys = sums["keys"].long()
     columns = {
@@ -262,41 +248,19 @@ def _tagged(sums: State, contexts: int) -> tuple[dict[str, Jackknifed], dict[str
     release = torch.where(residual >= layers[:, None], stream, torch.nan)
     later = residual > layers[:, None]
     best = torch.where(later, release.nan_to_num(nan=-1.0), -torch.inf).argmax(dim=1)
-    tag, before, after, released = (
-        eta[rows, place]
-        for place in (
-            torch.full_like(layers, HEAD_OUTPUT),
-            *(1 + HEAD_OUTPUT + layer for layer in (layers, layers + 1, best)),
-        )
-    )
-    gain, whole = combined(torch.sub, released, before), total.sum(dim=0)[:, HEAD_OUTPUT]
-    columns = {
-        "tag": tag.value,
-        "tag_se": tag.error,
+    tag = eta[rows, torch.full_like(layers, HEAD_OUTPUT)]
+    before, after, released = (eta[rows, 1 + HEAD_OUTPUT + at] for at in (layers, layers + 1, best))
+    numbers = {"tag": tag, "before": before, "after": after, "released": released}
+    numbers["gain"] = combined(torch.sub, released, before)
+    whole = total.sum(dim=0)[:, HEAD_OUTPUT]
+    columns = {name: of.value for name, of in numbers.items()}
+    columns |= {f"{name}_se": numbers[name].error for name in ("tag", "released", "gain")}
+    columns |= {
         "tag_chance": sums["chance"] / whole,
         "tag_shifted": sums["chance_of_runs"] / whole,
-        "before": before.value,
-        "after": after.value,
-        "released": released.value,
-        "released_se": released.error,
         "released_layer": torch.where(released.value.isnan(), -1, best),
-        "gain": gain.value,
-        "gain_se": gain.error,
     }
     return {"tag": tag, "released": released}, columns, release
-
-
-def _principal(moment: Tensor, weights: Tensor) -> Tensor:
-    """Compute the leading direction (heads, d) of some heads' outputs."""
-    # The moment is A Aᵀ, so W_Oᵀ A Aᵀ W_O has the squared singular values of Aᵀ W_O.
-    values, vectors = torch.linalg.eigh(moment)
-    root = values.clamp_min(0).sqrt().unsqueeze(-1) * vectors.mT
-    return torch.linalg.svd(root @ weights, full_matrices=False).Vh[:, 0]
-
-
-def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    product = torch.linalg.vector_norm(a, dim=1) * torch.linalg.vector_norm(b, dim=1)
-    return torch.where(product > 0, (a * b).sum(dim=1) / product, torch.nan)
 
 
 def _dimensions(direction: Tensor) -> dict[str, Tensor | list[str]]:
@@ -308,7 +272,5 @@ def _dimensions(direction: Tensor) -> dict[str, Tensor | list[str]]:
         " ".join(str(d) for d in dims.tolist() if value[d] > bound)
         for dims, value, bound in zip(order, size, limit, strict=True)
     ]
-    return {
-        "dimension": torch.where(size.amax(dim=1) > 0, order[:, 0], -1),
-        "outlier_dimensions": outliers,
-    }
+    largest = torch.where(size.amax(dim=1) > 0, order[:, 0], -1)
+    return {"dimension": largest, "outlier_dimensions": outliers}

@@ -1,7 +1,4 @@
-"""One pass of a model over a corpus, in batches of contexts, and the fit of a corpus to a model.
-
-What is summed on the way is a subclass's business.
-"""
+"""One pass of a model over a corpus, in batches of contexts, and the fit of a corpus to a model."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
@@ -44,18 +42,12 @@ class Accumulator(Protocol):
 
 
 class CorpusPass(Hooks):
-    """Hooks into a model's forward passes over a corpus, `batch` contexts each, and the loop that makes them.
-
-    The seed is of whatever a subclass draws.
-    """
+    """Hooks into a model's forward passes over a corpus, `batch` contexts each; a subclass may draw by the seed."""
 
     @measures("model")
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
         check_seed(seed)
-        self.model = model
-        self.corpus = corpus
-        self.seed = seed
-        self.batch = batch
+        self.model, self.corpus, self.seed, self.batch = model, corpus, seed, batch
         self.total = len(corpus.contexts)
         self.notes: dict[str, Any] = {}
 
@@ -83,8 +75,7 @@ class CorpusPass(Hooks):
     def run(self, progress: Progress) -> None:
         """Read every context from `progress.done` on.
 
-        An interrupt may strike in the middle of a batch, whose sums are then half there. Between batches they are
-        whole; there progress is saved, and a polite interrupt is heard.
+        In the middle of a batch its sums are half there: between batches progress is saved, and an interrupt heard.
         """
         progress.checkpoint(progress.done)
         self.read(progress.done, self.total, progress.checkpoint)
@@ -95,13 +86,10 @@ class CorpusPass(Hooks):
         with hooked(self.model, self):
             for start in range(first, last, self.batch):
                 stop = min(start + self.batch, last)
-                self._read(start, stop)
+                for part in self.corpus.of_one_length(start, stop):
+                    self.begin(part.start, self.corpus.ids(part))
+                    self.forward(self.corpus.inputs(part))
                 after(stop)
-
-    def _read(self, first: int, last: int) -> None:
-        for part in self.corpus.of_one_length(first, last):
-            self.begin(part.start, self.corpus.ids(part))
-            self.forward(self.corpus.inputs(part))
 
     def forward(self, inputs: Inputs) -> None:
         """Run the model on a batch: token ids, or pixel values."""
@@ -155,17 +143,15 @@ def _check_images(model: OpenModel, images: Images) -> None:
     if model.vocabulary is not None:
         raise UsageError(f"{model.id} reads {model.source.reads}, not images: give it text")
     blank = torch.zeros(1, *images.pixels(slice(0, 1)).shape[1:])
-    height, width = images.size
+    size = "{} × {}".format(*images.size)
     try:
         tokens = positions_read(model, blank)
     except (ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"{model.id} cannot read images of {height} × {width}: {first_line(error)}"
-        ) from error
+        raise UsageError(f"{model.id} cannot read images of {size}: {first_line(error)}") from error
     if tokens != images.grid.length:
         raise UsageError(
-            f"{model.id} makes {tokens} tokens of an image of {height} × {width} pixels, not the {images.grid.length} "
-            "of its grid of patches"
+            f"{model.id} makes {tokens} tokens of an image of {size} pixels, not the {images.grid.length} of its grid "
+            "of patches"
         )
 
 
@@ -226,7 +212,7 @@ def batch_of(corpus: Corpus, batch: int | None, tokens: int = TOKENS_A_BATCH) ->
 
 def refuse_nonfinite_stream(layer: int, hidden: Tensor) -> None:
     """Raise `WorkError` where a layer's residual stream (batch, positions, d) holds NaN or infinite values."""
-    if not torch.isfinite(hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32))):
+    if not hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32)).isfinite():
         raise WorkError(
             f"hidden states of layer {layer} hold NaN or infinite values: {wider_than(hidden.dtype)}"
         )
@@ -236,12 +222,9 @@ def next_token_losses(
     logits: Float[Tensor, "contexts positions vocabulary"], ids: Int[Tensor, "contexts positions"]
 ) -> Float[Tensor, "contexts predicted"]:
     """Return the loss of each next token in nats (T − 1 per context, from position 1), in float32 or better."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
     losses = [
-        torch.nn.functional.cross_entropy(
-            row[:-1].to(torch.promote_types(row.dtype, torch.float32)),
-            row_ids[1:].to(row.device),
-            reduction="none",
-        )
+        functional.cross_entropy(row[:-1].to(wide), row_ids[1:].to(row.device), reduction="none")
         for row, row_ids in zip(logits, ids, strict=True)
     ]
     return torch.stack(losses).double().cpu()

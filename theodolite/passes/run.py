@@ -3,9 +3,8 @@
     run.json  layers.parquet  heads.parquet  sinks.parquet  outliers.parquet  examples.parquet
     massive.parquet  constituents.parquet  attribution.parquet  traces.parquet  arrays.safetensors  report/
 
-A run is written under a temporary name and renamed, so a folder by the run's own name is always whole. Nothing
-here is ever pickled, measured or drawn. `describe_model` and its like say where a run comes from, and `run_into` is how
-jobs make one.
+A run is written under a temporary name and renamed, so a folder by the run's own name is always whole. Nothing here is
+ever pickled, measured or drawn.
 """
 
 from __future__ import annotations
@@ -29,28 +28,8 @@ from theodolite.errors import UsageError
 from theodolite.jobs.job import Job, Stage, States
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.measure.catalogue import fault_of
-from theodolite.system.files import (
-    CHECKSUMS,
-    CorruptFile,
-    bytes_digest,
-    folder_written_atomically,
-    read_bytes_checked,
-    read_checked,
-    write_checked,
-    write_json_checked,
-)
+from theodolite.system import files, run_folders
 from theodolite.system.progress import ShowStage
-from theodolite.system.run_folders import (
-    OUTPUTS,
-    RUN,
-    TRACE,
-    check_files,
-    check_out,
-    differences,
-    kind_of,
-    measure_anew,
-    provenance_at,
-)
 from theodolite.system.wording import tokens_of
 
 if TYPE_CHECKING:
@@ -97,7 +76,7 @@ class Run:
     @property
     def kind(self) -> str:
         """The kind of measurement: a survey, the spectra of weights, a trace of sinks, or outputs of heads."""
-        return kind_of(self.provenance)
+        return run_folders.kind_of(self.provenance)
 
     def __repr__(self) -> str:
         model, corpus = self.provenance["model"], self.provenance.get("corpus")
@@ -110,47 +89,37 @@ class Run:
 
     @classmethod
     def load(cls, folder: str | Path) -> Run:
-        """Read a run folder.
-
-        Raises:
-            UsageError: no run there, a damaged one, or one of another schema.
-        """
+        """Read a run folder; `UsageError` where no run is there, a damaged one, or one of another schema."""
         folder = Path(folder)
-        provenance = provenance_at(folder, SCHEMA_VERSION)
-        sums = provenance.pop(CHECKSUMS, None) or {}
-        check_files(folder, [*(f"{name}.parquet" for name in TABLES), ARRAYS])
+        provenance = run_folders.provenance_at(folder, SCHEMA_VERSION)
+        sums = provenance.pop(files.CHECKSUMS, None) or {}
+        paths = [folder / f"{name}.parquet" for name in TABLES]
+        run_folders.check_files(folder, [*(path.name for path in paths), ARRAYS])
         try:
-            tables = {
-                name: _read_table(folder / f"{name}.parquet", sums, provenance["model"]) for name in TABLES
-            }
+            tables = {path.stem: _read_table(path, sums, provenance["model"]) for path in paths}
             arrays = _read_arrays(folder / ARRAYS, sums)
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise UsageError(f"{folder} is damaged ({error}): {measure_anew(folder)}") from error
+            raise UsageError(f"{folder} is damaged ({error}): {run_folders.measure_anew(folder)}") from error
         run = cls(**tables, arrays=arrays, provenance=provenance, folder=folder)
-        if run.heads.empty and run.kind not in (TRACE, OUTPUTS):
-            raise UsageError(f"{folder} is damaged (it has no heads): {measure_anew(folder)}")
+        if run.heads.empty and run.kind not in (run_folders.TRACE, run_folders.OUTPUTS):
+            raise UsageError(f"{folder} is damaged (it has no heads): {run_folders.measure_anew(folder)}")
         return run
 
     def save(self, folder: str | Path) -> Run:
-        """Write to `folder`, which must not exist yet, and return the run as it is on disk.
-
-        Raises:
-            UsageError: the folder exists.
-            WorkError: it cannot be written; nothing is left behind.
-        """
+        """Write to `folder`, which must not exist yet (`UsageError`), at once or not at all; return the run on disk."""
         folder = Path(folder)
         if folder.exists():
             raise UsageError(f"{folder} exists already: choose another folder or remove it")
-        with folder_written_atomically(folder) as temporary:
+        with files.folder_written_atomically(folder) as temporary:
+            sums = {}
             for name in TABLES:
-                table: pd.DataFrame = getattr(self, name)
-                table.to_parquet(temporary / f"{name}.parquet", index=False, write_page_checksum=True)
-            files = [f"{name}.parquet" for name in TABLES]
-            sums = {name: bytes_digest((temporary / name).read_bytes()) for name in files}
-            sums[ARRAYS] = write_checked(temporary / ARRAYS, self.arrays)
-            write_json_checked(temporary / RUN, self.provenance | {CHECKSUMS: sums})
+                path = temporary / f"{name}.parquet"
+                getattr(self, name).to_parquet(path, index=False, write_page_checksum=True)
+                sums[path.name] = files.bytes_digest(path.read_bytes())
+            sums[ARRAYS] = files.write_checked(temporary / ARRAYS, self.arrays)
+            files.write_json_checked(temporary / run_folders.RUN, self.provenance | {files.CHECKSUMS: sums})
             # safetensors writes files that only their owner can read; a run is made to be shared.
-            shutil.copymode(temporary / RUN, temporary / ARRAYS)
+            shutil.copymode(temporary / run_folders.RUN, temporary / ARRAYS)
         return replace(self, folder=folder)
 
 
@@ -159,19 +128,20 @@ TABLES = tuple(each.name for each in fields(Run) if each.type == "pd.DataFrame")
 
 def _read_table(path: Path, sums: dict[str, str], model: dict[str, Any]) -> pd.DataFrame:
     """Read a table that is what was written, and whose columns a reader can use; or `CorruptFile`."""
-    written = read_bytes_checked(path, sums)  # a folder by that name would be taken for a table in parts
-    table = pd.read_parquet(BytesIO(written), page_checksum_verification=True)
+    # As bytes: a folder by that name would be taken for a table in parts.
+    written = BytesIO(files.read_bytes_checked(path, sums))
+    table = pd.read_parquet(written, page_checksum_verification=True)
     if fault := fault_of(path.stem, table, model):
-        raise CorruptFile(f"{path.name}: {fault}")
+        raise files.CorruptFile(f"{path.name}: {fault}")
     return table
 
 
 def _read_arrays(path: Path, sums: dict[str, str]) -> dict[str, Tensor]:
-    """Read the arrays that were written, or `CorruptFile`."""
+    """Read the arrays that were written, or `files.CorruptFile`."""
     try:
-        return read_checked(path, sums.get(path.name))[0]
-    except CorruptFile as error:
-        raise CorruptFile(f"{path.name}: {error}") from error
+        return files.read_checked(path, sums.get(path.name))[0]
+    except files.CorruptFile as error:
+        raise files.CorruptFile(f"{path.name}: {error}") from error
 
 
 def versions() -> dict[str, str]:
@@ -215,7 +185,6 @@ def describe_corpus(corpus: Corpus) -> dict[str, Any]:
     """Describe the corpus, for the provenance."""
     contexts, length = corpus.contexts.shape
     images = corpus.images
-    of_images = {} if images is None else {"grid": images.grid.described(), "pixels": list(images.size)}
     return {
         "name": corpus.name,
         "sha256": corpus.sha256,
@@ -225,7 +194,7 @@ def describe_corpus(corpus: Corpus) -> dict[str, Any]:
         "labels": corpus.label_names,
         "seed": corpus.seed,
         **corpus.selection,
-        **of_images,
+        **({} if images is None else {"grid": images.grid.described(), "pixels": list(images.size)}),
     }
 
 
@@ -233,20 +202,16 @@ def describe_pass(model: OpenModel, corpus: Corpus, seed: int, fingerprint: dict
     """Describe the corpus, the seed and the counts of a pass, for the provenance."""
     trailing = corpus.trailing(model.tokenizer)
     unknown = getattr(model.tokenizer, "unk_token_id", None)
-    return {
-        "corpus": describe_corpus(corpus) | {"trailing_special_tokens": trailing},
-        "counts": {
-            "contexts": len(corpus.contexts),
-            "tokens": len(corpus.tokens),
-            "unknown_tokens": 0 if unknown is None else int((corpus.tokens == unknown).sum()),
-        },
-        "seed": seed,
-        "fingerprint": fingerprint,
+    counts = {
+        "contexts": len(corpus.contexts),
+        "tokens": len(corpus.tokens),
+        "unknown_tokens": 0 if unknown is None else int((corpus.tokens == unknown).sum()),
     }
+    described = describe_corpus(corpus) | {"trailing_special_tokens": trailing}
+    return {"corpus": described, "counts": counts, "seed": seed, "fingerprint": fingerprint}
 
 
 TABLES_TITLE = "making tables"
-"""What is said after the stages, while the tables are made."""
 
 
 def run_into(
@@ -260,12 +225,8 @@ def run_into(
 ) -> Run:
     """Run all stages and make the tables; with a run folder `out`, resume what an interrupted call left there.
 
-    Fingerprint and corpus are those of `Unfinished`; `show_progress` may raise to stop, and all that is whole is saved
-    then.
-
-    Raises:
-        UsageError: `out` holds something else.
-        WorkError: hidden states became NaN or infinite, or the disk refused.
+    Fingerprint and corpus are those of `Unfinished`; `show_progress` may raise to stop, and all that is whole is saved.
+    `UsageError` where `out` holds something else, `WorkError` where the disk refused or a stage could not work.
     """
     work = Unfinished(out, fingerprint, corpus)
     with work.claimed():
@@ -288,22 +249,18 @@ def run_into(
 
 
 def finished_run(work: Unfinished) -> Run | None:
-    """Return the run that the work becomes, if it is there already.
-
-    Raises:
-        UsageError: something else has its name: another run, one of another schema, or no run.
-    """
+    """Return the run that the work becomes, if it is there already; `UsageError` where something else has its name."""
     out = work.out
     if out is None or not out.exists():
         return None
     if out.is_dir() and not any(out.iterdir()):
         out.rmdir()
         return None
-    check_out(out)
+    run_folders.check_out(out)
     run = Run.load(out)
     saved = run.provenance.get("fingerprint") or {}
     if saved != work.fingerprint:
-        differs = differences(saved, work.fingerprint, run.provenance.get("corpus"), work.corpus)
+        differs = run_folders.differences(saved, work.fingerprint, run.provenance.get("corpus"), work.corpus)
         raise UsageError(
             f"{out} holds a run of another model, corpus or options ({differs}): choose another --out or remove it"
         )

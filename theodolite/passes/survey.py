@@ -1,52 +1,55 @@
 """The survey: a model measured on a text, on random sequences and by its own weights.
 
-It can be interrupted at any moment: progress is saved at intervals, and the same call resumes it to the same result.
-Many processes can read a part of the text each, a shard; all write to `OUT.partial` the sums of their chunks, and once
-the text and how the model was opened, of which one of them makes the run.
+It can be interrupted at any moment, and the same call resumes it to the same result. A text is read in chunks, which
+follow from the corpus and the batch alone: each is summed from zero, and the sums are merged in order. So the result
+has the same bytes whether one process reads them one after the other or many read some each, a shard, and leave the
+sums in `OUT.partial`, with the text and how the model was opened.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
 from theodolite.accumulate.means import means_of_halves
+from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.jobs.job import Job, Stage, States
+from theodolite.jobs.job import Job, Stage, States, Steps
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.logits.attribution import PatternPass
 from theodolite.logits.shares import SharesPass, sample_of
-from theodolite.measure.catalogue import taken
 from theodolite.measure.extra import Extra, check_extra
 from theodolite.models import OpenModel, open_model
 from theodolite.models.guard import measures
 from theodolite.models.token_texts import text_of_tokens
 from theodolite.models.weights.head_weights import NO_MATRIX, no_head_matrix
-from theodolite.passes.chunks import CHUNKS, Chunk, ChunkPass, TextInChunks, chunks_of
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of_tables
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, finished_run, run_into
 from theodolite.passes.survey_pass import EXAMPLES, HeadsPass, SurveyPass, choose_sample
-from theodolite.passes.sweep import SweptText, check_swept, folder_of, swept
-from theodolite.passes.tabulate import Facts, added_columns, means_of_text, tabulate
-from theodolite.passes.weights_pass import WeightsPass
+from theodolite.passes.sweep import SweptStages, SweptText, folder_of
+from theodolite.passes.tabulate import added_columns, means_of_text, tabulate
+from theodolite.passes.weights_pass import weights_pass
 from theodolite.system import embedded
 from theodolite.system.choices import check_whole
 from theodolite.system.files import locked
-from theodolite.system.progress import ShowStage
+from theodolite.system.progress import Progress, ShowStage
 from theodolite.system.run_folders import is_run
+
+CHUNKS = 64
+"""Chunks of a text at most, and so processes that can share it; their states lie on disk until they are merged."""
 
 TEXT, TEXT_TITLE = "corpus", "reading contexts"
 WEIGHTS_TITLE, PATTERNS_TITLE = "reading weights", "scoring head types"
-"""What is said while stages run that other jobs have too."""
 
-SURVEYED = "surveyed"
-"""The part of unfinished work that holds the text, and how the model was opened."""
+SURVEYED = "surveyed"  # the part of unfinished work that holds the text, and how the model was opened
 
 
 @overload
@@ -99,7 +102,7 @@ def survey(
         seed: of the kept sample and of the random sequences for induction.
         extra: accumulators of your own, whose columns are added to the tables.
         shard: (k, n) reads only the k-th of n parts of the corpus, k from 1, and leaves its sums in `OUT.partial`;
-            `merge(out)` makes the run when all n are there. Its tables have the bytes of those of one process.
+            `merge(out)` makes the run when all n are there, with the bytes of one process.
         show_progress: told (what is being done, steps done, steps in all), again and again. It may raise to stop the
             survey; progress is saved then.
 
@@ -134,11 +137,10 @@ def merge(
         show_progress: as for `survey`.
 
     Returns:
-        The run, written to `folder`: the same bytes as of `survey` in one process. From disk, if it is there already.
+        The run, in `folder`, with the bytes of `survey` in one process. From disk, if it is there already.
 
     Raises:
-        UsageError: there are no shards, some are missing, the model or the accumulators are not those of the shards, or
-            the model was in memory only and is not given.
+        UsageError: shards are missing, or model or accumulators are not theirs, or the model was in memory only.
         WorkError: as `survey`.
     """
     folder = Path(folder)
@@ -168,50 +170,43 @@ def merge(
     if model is None:
         if notes["opening"] is None:
             raise UsageError(f"the model of {folder} was in memory only: give it, merge(folder, model)")
-        model = opened(notes["opening"])
-    plan = SurveyPlan(model, corpus, notes["batch"], notes["seed"], extra)
-    return plan.run(folder, show_progress)
+        how = dict(notes["opening"])
+        name = how.pop("id")
+        model = replace(open_model(how.pop("source"), **how), id=name)
+    return SurveyPlan(model, corpus, notes["batch"], notes["seed"], extra).run(folder, show_progress)
 
 
 class SurveyPlan:
-    """A survey as a list of stages, each made from the states of those before it, and its tables.
-
-    Arguments and errors are those of `survey`.
-    """
+    """A survey as a list of stages, each made from the states of those before it, and its tables."""
 
     def __init__(
         self, model: OpenModel, corpus: Corpus, batch: int | None, seed: int, extra: Sequence[Extra]
     ) -> None:
         check_fit(model, corpus)
-        check_swept(model)
+        if model.streamed is not None and model.streamed.unswept is not None:
+            raise UsageError(
+                f"{model.id} cannot be surveyed block by block ({model.streamed.unswept}): leave out --stream"
+            )
         model.check_weights()
-        check_extra(extra, taken)
+        check_extra(extra)
         self.model, self.corpus, self.seed, self.extra = model, corpus, seed, extra
         self.batch = batch_of(corpus, batch)
         self.trailing = corpus.trailing(model.tokenizer)
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """The settings that decide every byte of the survey."""
-        added: dict[str, Any] = {"extra": [one.name for one in self.extra]} if self.extra else {}
-        added |= {} if self.model.streamed is None else {"streamed": True}
-        text = {"corpus": self.corpus.sha256, "batch": self.batch, "seed": self.seed}
-        return {**fingerprint_of_tables(self.model), **text, **added}
+        streamed = {} if model.streamed is None else {"streamed": True}
+        text = {"corpus": corpus.sha256, "batch": self.batch, "seed": seed}
+        added = {"extra": [one.name for one in extra]} if extra else {}
+        self.fingerprint = {**fingerprint_of_tables(model), **text, **added, **streamed}
 
     def new_pass(self) -> SurveyPass:
         """Return a pass that has read nothing yet."""
         return SurveyPass(self.model, self.corpus, self.seed, self.batch, self.extra)
 
     @functools.cached_property
-    def _directions(self) -> Tensor:
+    def directions(self) -> Tensor:
         """The directions of the sketches, which every chunk must look along: those of the first batch."""
         first = self.new_pass()
         first.read(0, min(first.batch, first.total))
         return first.sketches.state()["directions"]
-
-    def chunk_pass(self, chunk: Chunk) -> ChunkPass:
-        """Return the steps of one chunk, of which no other has been read."""
-        return ChunkPass(self.new_pass, chunk, self._directions if chunk.first else None)
 
     def stages(self) -> list[Stage]:
         """List all stages in order; only the first one's cost grows with the text."""
@@ -220,50 +215,43 @@ class SurveyPlan:
         def shares(states: States) -> SharesPass:
             if model.streamed is None:
                 added_columns(states, self.extra)  # those that do not fit are refused now, and not at the end
-            return SharesPass(
-                model, corpus, seed, states.of(f"{TEXT}.means"), states.of(f"{TEXT}.streams")["stream"]
-            )
+            means, streams = states.of(f"{TEXT}.means"), states.of(f"{TEXT}.streams")
+            return SharesPass(model, corpus, seed, means, streams["stream"])
 
-        def weights(states: States) -> WeightsPass:
-            return WeightsPass(
-                model,
-                inputs=states.of(f"{TEXT}.inputs"),
-                means=means_of_text(states, self.trailing),
-                leading=corpus.leading,
-                grid=None if corpus.grid is None else corpus.grid.shape,
-            )
+        def weights(states: States) -> Steps:
+            means = means_of_text(states, self.trailing)
+            grid = None if corpus.grid is None else corpus.grid.shape
+            return weights_pass(model, states.of(f"{TEXT}.inputs"), means, corpus.leading, grid)
 
         def patterns(states: States) -> PatternPass:
-            means = states.of(f"{TEXT}.means")
-
-            def of_halves(layer: int) -> tuple[Tensor, Tensor]:
-                return means_of_halves(means, layer, self.trailing, corpus.leading)
-
+            apart = {"trailing": self.trailing, "leading": corpus.leading}
+            of_halves = functools.partial(means_of_halves, states.of(f"{TEXT}.means"), **apart)
             return PatternPass(model, corpus.contexts.shape[1], seed, of_halves)
 
-        stages = [
-            Stage(TEXT, TEXT_TITLE, lambda states: TextInChunks(self.new_pass, states.work)),
+        later = [
             Stage("shares", "splitting logits", shares),
             Stage("weights", WEIGHTS_TITLE, weights),
             Stage("patterns", PATTERNS_TITLE, patterns),
         ]
         if model.streamed is None:
-            return stages
+            return [Stage(TEXT, TEXT_TITLE, lambda states: TextInChunks(self.new_pass, states.work)), *later]
 
         def text(states: States) -> SweptText:
             return SweptText(model, corpus, seed, self.batch, self.extra, folder_of(states.work))
 
-        return [swept(model, [Stage(TEXT, TEXT_TITLE, text), *stages[1:]])]
+        stages = [Stage(TEXT, TEXT_TITLE, text), *later]
 
+        def together(states: States) -> SweptStages:
+            return SweptStages(model, stages, states.work)
+
+        return [Stage(f"{TEXT}-by-block", TEXT_TITLE, together, tuple(stage.name for stage in stages))]
+
+    @measures("self.model")
     def run(self, out: str | Path | None, show_progress: ShowStage) -> Run:
         """Run all stages and make the tables; errors are those of `run_into`."""
+        described = describe_corpus(self.corpus)
         return run_into(
-            self.stages(),
-            self.tables,
-            out,
-            self.fingerprint,
-            corpus=describe_corpus(self.corpus),
-            show_progress=show_progress,
+            self.stages(), self.tables, out, self.fingerprint, corpus=described, show_progress=show_progress
         )
 
     def tables(self, states: States) -> Run:
@@ -271,15 +259,13 @@ class SurveyPlan:
         model, corpus, seed = self.model, self.corpus, self.seed
         provenance = describe_model(model) | describe_pass(model, corpus, seed, self.fingerprint)
         sample = choose_sample(model, corpus, self.trailing, seed)
-        provenance["counts"] |= {
-            "sampled_contexts": sample.size,
-            "split_contexts": len(sample_of(corpus, seed)),
-        }
+        counts = {"sampled_contexts": sample.size, "split_contexts": len(sample_of(corpus, seed))}
+        provenance["counts"] |= counts
         examples = corpus.contexts[:EXAMPLES]
         if model.structure.cross and corpus.sources is not None:  # what they receive is of keys
             examples = corpus.sources[:EXAMPLES]
-        text = text_of_tokens(model, corpus)
-        return tabulate(states, Facts(provenance, corpus, text, sample, examples), self.extra)
+        facts = {"text": text_of_tokens(model, corpus), "sample": sample, "examples": examples}
+        return tabulate(states, provenance, corpus, self.extra, **facts)
 
     def read_shard(self, out: str | Path | None, shard: tuple[int, int], show_progress: ShowStage) -> None:
         """Read the chunks of a shard that are not read yet, and leave their sums beside `out`."""
@@ -291,8 +277,7 @@ class SurveyPlan:
             )
         if self.corpus.images is not None or self.corpus.pictured is not None:
             raise UsageError("shards are of text, not of images: survey them in one process")
-        chunks = chunks_of(len(self.corpus.contexts), self.batch)
-        in_shard = chunks_of_shard(chunks, shard)
+        in_shard = chunks_of_shard(chunks_of(len(self.corpus.contexts), self.batch), shard)
         work = Unfinished(out, self.fingerprint, describe_corpus(self.corpus))
         if finished_run(work) is not None:
             return
@@ -302,21 +287,21 @@ class SurveyPlan:
             raise UsageError(
                 f"{work.folder} holds shards of {shards}: give --shard K/{shards}, or remove it to begin again"
             )
-        total = in_shard[-1].last - in_shard[0].first
+        begin, total = in_shard[0].first, in_shard[-1].last - in_shard[0].first
         for chunk in in_shard:
             if is_read(work, chunk):
                 continue
 
-            def show(title: str, done: int, of: int, before: int = chunk.first - in_shard[0].first) -> None:
+            def show(title: str, done: int, of: int, before: int = chunk.first - begin) -> None:
                 show_progress(title, before + done, total)
 
-            stage = Stage(chunk.name, TEXT_TITLE, lambda _: self.chunk_pass(chunk))  # noqa: B023
+            stage = Stage(chunk.name, TEXT_TITLE, lambda _: ChunkPass(self, chunk))  # noqa: B023
             with locked(work.folder / chunk.name, "another shard or another --out"):
                 job = Job([stage], work, show)
                 job.run()
                 job.save()
 
-    def _surveyed(self, shards: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _surveyed(self, shards: int) -> tuple[State, dict[str, Any]]:
         """Return what `merge` needs to make the same plan."""
         corpus = self.corpus
         tensors = {"contexts": corpus.contexts, "labels": corpus.labels}
@@ -325,6 +310,44 @@ class SurveyPlan:
         text = {name: getattr(corpus, name) for name in ("name", "label_names", "seed", "selection")}
         how = {"batch": self.batch, "seed": self.seed, "shards": shards}
         return tensors, {"text": text, "opening": opening_of(self.model), **how}
+
+
+def opening_of(model: OpenModel) -> dict[str, Any] | None:
+    """Return what opens the same model in another process; None of one in memory only, or changed since."""
+    in_memory = model.sha256 is None and model.revision is None
+    if in_memory or model.interventions or model.weights().changed:
+        return None
+    # Other processes may know a folder by another relative path.
+    source = str(Path(model.id).resolve()) if Path(model.id).is_dir() else model.id
+    spread = getattr(model.root, "hf_device_map", None) is not None  # by accelerate, over several devices
+    return {
+        "source": None if model.id == embedded.NAME else source,
+        "dtype": str(model.source.dtype).removeprefix("torch."),
+        "revision": model.revision,
+        "attention": model.source.attention,
+        "device": None if spread else model.device.type,
+        "device_map": "auto" if spread else None,
+        "id": model.id,
+    }
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The contexts `first … last − 1`, whole batches of them, and the name of their part of unfinished work."""
+
+    name: str
+    first: int
+    last: int
+
+
+def chunks_of(contexts: int, batch: int) -> list[Chunk]:
+    """Cut a text into chunks of whole batches, at most `CHUNKS` of them."""
+    size = batch * math.ceil(contexts / (CHUNKS * batch))
+    firsts = range(0, contexts, size)
+    return [
+        Chunk(f"chunk-{number:03d}", first, min(first + size, contexts))
+        for number, first in enumerate(firsts)
+    ]
 
 
 def chunks_of_shard(chunks: Sequence[Chunk], shard: tuple[int, int]) -> Sequence[Chunk]:
@@ -346,32 +369,107 @@ def is_read(work: Unfinished, chunk: Chunk) -> bool:
     return bool(work.notes(chunk.name).get("finished"))
 
 
-def opening_of(model: OpenModel) -> dict[str, Any] | None:
-    """Return what `opened` needs to open the same model in another process; None where it cannot.
+class ChunkPass(SurveyPass):
+    """The pass over one chunk of a survey's text, of which no other has been read."""
 
-    None where it was changed after it was opened, or is in memory only.
+    def __init__(self, plan: SurveyPlan, chunk: Chunk) -> None:
+        super().__init__(plan.model, plan.corpus, plan.seed, plan.batch, plan.extra)
+        self.total, self._chunk = chunk.last - chunk.first, chunk
+        if chunk.first:
+            self.sketches.look_along(plan.directions)
+
+    def run(self, progress: Progress) -> None:
+        """Read the contexts that are left."""
+        first, last = self._chunk.first, self._chunk.last
+        progress.checkpoint(progress.done)
+        self.read(first + progress.done, last, lambda done: progress.checkpoint(done - first))
+
+    def state(self) -> State:
+        """Return the sums, packed."""
+        return packed(super().state())
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        super().restore(unpacked(state))
+
+
+class TextInChunks:
+    """Steps that read a survey's text: every chunk whose sums no other process has left in `work`.
+
+    State: the sums of the chunks so far, and under `chunk` those of the chunk that is being read.
     """
-    in_memory = model.sha256 is None and model.revision is None
-    if in_memory or model.interventions or model.weights().changed:
-        return None
-    is_folder = Path(model.id).is_dir()  # which other processes may know by another relative path
-    source = str(Path(model.id).resolve()) if is_folder else model.id
-    spread = getattr(model.root, "hf_device_map", None) is not None  # by accelerate, over several devices
-    return {
-        "source": None if model.id == embedded.NAME else source,
-        "dtype": str(model.source.dtype).removeprefix("torch."),
-        "revision": model.revision,
-        "attention": model.source.attention,
-        "device": None if spread else model.device.type,
-        "device_map": "auto" if spread else None,
-        "id": model.id,
-    }
+
+    def __init__(self, new_pass: Callable[[], SurveyPass], work: Unfinished) -> None:
+        self._new_pass, self._work = new_pass, work
+        self._whole = new_pass()
+        self._part: SurveyPass | None = None
+        self.total = self._whole.total
+        self.notes: dict[str, Any] = {}
+
+    def run(self, progress: Progress) -> None:
+        """Read or merge the chunks that are left, in order."""
+        done = progress.done
+        progress.checkpoint(done)
+        for chunk in chunks_of(self.total, self._whole.batch):
+            if chunk.last <= done:
+                continue
+            state, notes = (self._work.load(chunk.name) if done <= chunk.first else None) or ({}, {})
+            if notes.get("finished"):  # by another process
+                with self._work.same_sums():
+                    self._whole.merge(unpacked(state))
+            else:
+                self._read(chunk, max(chunk.first, done), progress)
+            self._part = None
+            progress.checkpoint(chunk.last)
+
+    def _read(self, chunk: Chunk, first: int, progress: Progress) -> None:
+        def checkpoint(done: int) -> None:
+            if done < chunk.last:  # the end of a chunk is one when it is merged
+                progress.checkpoint(done)
+
+        if chunk.first and self._part is None:
+            self._part = self._new_pass()
+            self._part.sketches.look_along(self._whole.sketches.state()["directions"])
+        # The first, merged with nothing, is what it is.
+        (self._part or self._whole).read(first, chunk.last, checkpoint)
+        if self._part is not None:
+            self._whole.merge(self._part.state())
+
+    def state(self) -> State:
+        """Return the sums so far."""
+        part = {} if self._part is None else joined({"chunk": self._part.state()})
+        return self._whole.state() | part
+
+    def restore(self, state: State) -> None:
+        """Continue from what `state` gave."""
+        self._whole.restore(state)
+        if part := part_of(state, "chunk"):
+            self._part = self._new_pass()
+            self._part.restore(part)
 
 
-def opened(opening: dict[str, Any]) -> OpenModel:
-    """Open the model that `opening_of` described; errors are those of `open_model`."""
-    how = {name: value for name, value in opening.items() if name not in ("source", "id")}
-    return replace(open_model(opening["source"], **how), id=opening["id"])
+def packed(state: State) -> State:
+    """Leave out the rows along dimension 1 that are zero in all layers: most of a chunk's groups and sampled places."""
+    tensors: State = {}
+    for name, tensor in state.items():
+        tensors[name] = tensor
+        if tensor.ndim > 2:
+            rows = (tensor != 0).flatten(2).any(dim=2).any(dim=0).nonzero().flatten()
+            if len(rows) < tensor.shape[1]:
+                tensors[name] = tensor[:, rows]
+                tensors[f"{name} rows"], tensors[f"{name} size"] = rows, torch.tensor(tensor.shape[1])
+    return tensors
+
+
+def unpacked(state: State) -> State:
+    """Return the state that `packed` was given."""
+    tensors = {name: tensor for name, tensor in state.items() if not name.endswith((" rows", " size"))}
+    for name, tensor in tensors.items():
+        if f"{name} rows" in state:
+            size = (tensor.shape[0], int(state[f"{name} size"]), *tensor.shape[2:])
+            tensors[name] = tensor.new_zeros(size)
+            tensors[name][:, state[f"{name} rows"]] = tensor
+    return tensors
 
 
 @measures("model")
@@ -382,36 +480,25 @@ def survey_heads(
     seed: int = 0,
     show_progress: ShowStage = lambda what, done, total: None,
 ) -> Run:
-    """Survey the heads alone, in memory: a third of the time of `survey`.
+    """Survey the heads alone, in memory: a third of the time of `survey`, and the same numbers; arguments are its own.
 
-    The numbers are those of `survey` on the same contexts; the tables of layers, sinks, outliers and shares are empty,
-    and so are the columns of heads that need them.
-
-    Args and errors are as for `survey`.
+    All other tables are empty, and so are the columns of heads that need them.
     """
     check_fit(model, corpus)
     model.check_weights()
-    batch = batch_of(corpus, None)
     fingerprint = {**fingerprint_of_tables(model), "corpus": corpus.sha256, "heads": True}
     provenance = describe_model(model) | describe_pass(model, corpus, seed, fingerprint)
-
+    batch, length = batch_of(corpus, None), corpus.contexts.shape[1]
     stages = [
         Stage(TEXT, TEXT_TITLE, lambda states: HeadsPass(model, corpus, seed, batch)),
-        Stage(
-            "weights",
-            WEIGHTS_TITLE,
-            lambda states: WeightsPass(model, inputs=states.of(f"{TEXT}.inputs")),
-        ),
-        Stage(
-            "patterns",
-            PATTERNS_TITLE,
-            lambda states: PatternPass(model, corpus.contexts.shape[1], seed),
-        ),
+        Stage("weights", WEIGHTS_TITLE, lambda states: weights_pass(model, states.of(f"{TEXT}.inputs"))),
+        Stage("patterns", PATTERNS_TITLE, lambda states: PatternPass(model, length, seed)),
     ]
-    facts = Facts(provenance, corpus)
-    return run_into(
-        stages, lambda states: tabulate(states, facts), None, fingerprint, show_progress=show_progress
-    )
+
+    def tables(states: States) -> Run:
+        return tabulate(states, provenance, corpus)
+
+    return run_into(stages, tables, None, fingerprint, show_progress=show_progress)
 
 
 @measures("model")
@@ -425,11 +512,7 @@ def spectra(
 
     Args:
         model: from `open_streamed`, which reads a block at a time, or from `open_model`.
-        out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
-        show_progress: told (what is being done, steps done, steps in all).
-
-    Returns:
-        The run; from disk, if `out` already holds just these spectra.
+        out, show_progress: as for `survey`.
 
     Raises:
         UsageError: no head of the model has a query-key matrix, or `out` holds something else.
@@ -441,7 +524,7 @@ def spectra(
     def tables(states: States) -> Run:
         if set(states.notes["weights"]["spectrum_of"]) == {NO_MATRIX}:
             raise no_head_matrix(model.id)
-        return tabulate(states, Facts(describe_model(model) | {"fingerprint": fingerprint}))
+        return tabulate(states, describe_model(model) | {"fingerprint": fingerprint})
 
-    stages = [Stage("weights", WEIGHTS_TITLE, lambda states: WeightsPass(model))]
+    stages = [Stage("weights", WEIGHTS_TITLE, lambda states: weights_pass(model))]
     return run_into(stages, tables, out, fingerprint, show_progress=show_progress)

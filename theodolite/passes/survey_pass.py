@@ -1,24 +1,19 @@
-"""The corpus pass of a survey: all accumulators, fed by one forward pass a batch.
-
-Nothing is measured here; `tabulate.py` turns what they leave into tables.
-"""
+"""The corpus pass of a survey: all accumulators, fed by one forward pass a batch."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from theodolite.accumulate.attention import AttentionStatistics, Tokens
-from theodolite.accumulate.massive import MassiveTokens, massive_tokens, without
-from theodolite.accumulate.means import Means, Sample
-from theodolite.accumulate.outliers import OutlierCounts
-from theodolite.accumulate.query_keys import QueryKeyMoments
+from theodolite.accumulate.attention import AttentionStatistics, QueryKeyMoments, Tokens
+from theodolite.accumulate.means import KeptStreams, Means, Sample
+from theodolite.accumulate.outliers import MassiveTokens, OutlierCounts, massive_tokens, without
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
-from theodolite.accumulate.streams import KeptStreams
 from theodolite.accumulate.sums import LayerSums, State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
@@ -28,21 +23,19 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import CorpusPass, refuse_nonfinite_stream
 
-SAMPLED_CONTEXTS = 1024
-SAMPLED_BYTES = 1 << 27
+SAMPLED_CONTEXTS, SAMPLED_BYTES = 1024, 1 << 27
 """Context vectors are kept for at most so many contexts, or as many as fit in 128 MiB."""
 
-SAMPLED_TOKENS = 512
-"""Single token vectors kept for the pictures of cvec."""
-
-EXAMPLES = 4
-"""Contexts shown token by token in the report."""
+SAMPLED_TOKENS = 512  # single token vectors kept for the pictures of cvec
+EXAMPLES = 4  # contexts shown token by token in the report
 
 
 class MeansPass(CorpusPass):
     """Sum the residual stream of a text by position, the tokens with massive activations apart."""
 
     _keeps_sample = True
+    _sums: ClassVar[dict[str, str]] = {"means": "means"}  # name → attribute
+    extra: Sequence[Extra] = ()
 
     @measures("model")
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
@@ -50,8 +43,7 @@ class MeansPass(CorpusPass):
         length = corpus.contexts.shape[1]
         self.leading = corpus.leading
         self.trailing = corpus.trailing(model.tokenizer)
-        nothing = torch.empty(0, dtype=torch.int64)
-        self.sample = Sample(torch.full((self.total,), -1), nothing, nothing)
+        self.sample = Sample(torch.full((self.total,), -1), *torch.empty(2, 0, dtype=torch.int64))
         if self._keeps_sample:
             self.sample = choose_sample(model, corpus, self.trailing, seed)
         self.means = Means(model.layers + 1, length, model.width, self.sample, self.trailing, self.leading)
@@ -61,14 +53,14 @@ class MeansPass(CorpusPass):
     @property
     def accumulators(self) -> dict[str, LayerSums]:
         """The accumulators by name."""
-        return {"means": self.means}
+        own = {name: getattr(self, attribute) for name, attribute in self._sums.items()}
+        return own | {f"extra.{one.name}": one for one in self.extra}
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Announce the next contexts, `first …`."""
         self._first = first
 
     def _text(self, hidden: Tensor) -> slice:
-        """Return the positions without position 0 (or all before an image's patches) and special tokens at the end."""
         return slice(self.leading, hidden.shape[1] - self.trailing)
 
     def stream(self, layer: int, hidden: Tensor) -> None:
@@ -82,6 +74,7 @@ class HeadsPass(MeansPass):
     """Sum what the table of heads needs of a text: means by position, attention's inputs, attention statistics."""
 
     _keeps_sample = False
+    _sums = MeansPass._sums | {"inputs": "inputs", "attention": "attention_statistics"}
     _examples = 0
     _moments: type[SecondMoments] = SecondMoments
 
@@ -90,17 +83,11 @@ class HeadsPass(MeansPass):
         super().__init__(model, corpus, seed, batch)
         contexts, length = corpus.contexts.shape
         self.inputs = self._moments(model.layers, model.structure.attention_width)
-        examples = min(self._examples, contexts)
+        sizes = model.layers, model.heads, length, contexts, min(self._examples, contexts)
         self.attention_statistics = AttentionStatistics(
-            *(model.layers, model.heads, length, contexts, examples, self.trailing, self.leading),
-            pictured=corpus.pictured is not None,
+            *sizes, self.trailing, self.leading, pictured=corpus.pictured is not None
         )
         self._tokens: Tokens | None = None
-
-    @property
-    def accumulators(self) -> dict[str, LayerSums]:
-        """The accumulators by name."""
-        return super().accumulators | {"inputs": self.inputs, "attention": self.attention_statistics}
 
     @measures("self.model")
     def merge(self, state: State) -> None:
@@ -130,6 +117,8 @@ class SurveyPass(HeadsPass):
     """Sum all that a survey needs of a text, with copies of the caller's own accumulators."""
 
     _keeps_sample = True
+    _of_stream = ("residual", "sketches", "massive", "streams", "query_keys", "outliers")
+    _sums = HeadsPass._sums | dict(zip(_of_stream, _of_stream, strict=True))
     _examples = EXAMPLES
 
     @measures("model")
@@ -146,20 +135,6 @@ class SurveyPass(HeadsPass):
         )
         self.query_keys = QueryKeyMoments(model.layers, model.heads, model.head_width)
         self.extra = [copy.deepcopy(accumulator) for accumulator in extra]
-
-    @property
-    def accumulators(self) -> dict[str, LayerSums]:
-        """The accumulators by name."""
-        own: dict[str, LayerSums] = {
-            "residual": self.residual,
-            "sketches": self.sketches,
-            "massive": self.massive,
-            "streams": self.streams,
-            "query_keys": self.query_keys,
-            "outliers": self.outliers,
-        }
-        added = {f"extra.{extra.name}": extra for extra in self.extra}
-        return super().accumulators | own | added
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""
@@ -192,10 +167,7 @@ class SurveyPass(HeadsPass):
 
 
 def choose_sample(model: OpenModel, corpus: Corpus, trailing: int, seed: int) -> Sample:
-    """Draw a seeded sample of contexts whose means are kept, and of single tokens.
-
-    `trailing` special tokens at the end of each context are no such tokens.
-    """
+    """Draw a seeded sample of contexts whose means are kept, and of single tokens, none of `trailing` special ones."""
     contexts, length = corpus.contexts.shape
     leading = corpus.leading
     generator = torch.Generator().manual_seed(seed)

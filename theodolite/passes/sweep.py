@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from theodolite.accumulate.means import KeptStreams
 from theodolite.accumulate.second_moments import MomentsByLayer
-from theodolite.accumulate.streams import KeptStreams
 from theodolite.accumulate.sums import State, joined, large_in_files, part_of
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
 from theodolite.jobs.job import Stage, States, Steps
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.measure.extra import Extra
@@ -30,10 +29,8 @@ class SweptStages:
     """Stages that go through the blocks together: each does what is of a block before any goes on to the next.
 
     The forward passes of a stage end after the block, and go on from there. A stage is made from the states of those
-    before it, which hold what is summed up to this block.
-
-    Their steps are run anew for every block, with the progress of that block. State: those of the stages, and `passes`,
-    the hidden states between the blocks.
+    before it, which hold what is summed up to this block; its steps are run anew for every block. State: those of the
+    stages, and `passes`, the hidden states between the blocks.
     """
 
     def __init__(self, model: OpenModel, stages: Sequence[Stage], work: Unfinished) -> None:
@@ -74,10 +71,10 @@ class SweptStages:
 
 
 class SweptText(SurveyPass):
-    """The corpus pass, one block at a time.
+    """The corpus pass, one block at a time; with a `folder` large sums are in files there.
 
     State: that of `SurveyPass`, with the numbers of moments in place of these (`MomentsByLayer`), and left_out
-    (contexts, T), the tokens that the last layer leaves out. With a `folder` large sums are in files there.
+    (contexts, T), the tokens that the last layer leaves out.
     """
 
     _moments = MomentsByLayer
@@ -97,9 +94,9 @@ class SweptText(SurveyPass):
             super().__init__(model, corpus, seed, batch, extra)
         # The split contexts are run anew, so that their streams need not be kept.
         self.streams = KeptStreams(0, self.means.length, model.width, self.streams.kept, model.source.dtype)
-        width = self.model.structure.attention_width
+        width = model.structure.attention_width
         self._read_now = torch.zeros(width, width, dtype=torch.float64)
-        self._marked = torch.zeros(self.corpus.contexts.shape, dtype=torch.bool)
+        self._marked = torch.zeros(corpus.contexts.shape, dtype=torch.bool)
 
     def state(self) -> State:
         """Return all sums so far."""
@@ -138,25 +135,9 @@ class SweptText(SurveyPass):
         """Take in the residual stream of one layer."""
         super().stream(layer, hidden)
         contexts = self._marked[self._first : self._first + len(hidden), : hidden.shape[1]]
-        contexts.copy_(torch.zeros_like(contexts) if self._left_out is None else self._left_out)
+        contexts.zero_() if self._left_out is None else contexts.copy_(self._left_out)
 
 
 def folder_of(work: Unfinished) -> Path | None:
     """Return where what does not fit in memory may be kept; None where the work is in memory only."""
     return None if work.out is None else work.folder
-
-
-def swept(model: OpenModel, stages: Sequence[Stage]) -> Stage:
-    """Make one stage of several that go through the blocks together, called and shown as the first."""
-    names = tuple(stage.name for stage in stages)
-    return Stage(
-        f"{names[0]}-by-block", stages[0].title, lambda states: SweptStages(model, stages, states.work), names
-    )
-
-
-def check_swept(model: OpenModel) -> None:
-    """Raise `UsageError` where the passes of a streamed model cannot go through its blocks together."""
-    if model.streamed is not None and model.streamed.unswept is not None:
-        raise UsageError(
-            f"{model.id} cannot be surveyed block by block ({model.streamed.unswept}): leave out --stream"
-        )

@@ -7,50 +7,44 @@ a state is missing (a survey of heads alone, spectra from weights alone) leaves 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from theodolite.accumulate.means import Sample, decomposed_means
+from theodolite.accumulate.means import Sample
 from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import WorkError
+from theodolite.errors import UsageError, WorkError
 from theodolite.jobs.job import States
 from theodolite.measure.catalogue import EXTRA_COLUMNS, declared, measurements
-from theodolite.measure.column import WITHOUT
-from theodolite.measure.extra import Extra, extra_columns
+from theodolite.measure.column import OPEN_TABLES, WITHOUT
+from theodolite.measure.extra import Extra
 from theodolite.measure.heads import head_rows, heads_that_are
-from theodolite.models.weights.head_weights import EXACT
 from theodolite.passes.run import Run
 from theodolite.system.mapped import forget
 from theodolite.theory.unbiased import Jackknifed
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts on the model and the text that the tables need besides what was summed; without a corpus nothing was read.
+def tabulate(
+    states: States,
+    provenance: dict[str, Any],
+    corpus: Corpus | None = None,
+    extra: Sequence[Extra] = (),
+    **facts: Any,
+) -> Run:
+    """Make all tables and arrays of a survey from what its stages have left; without a corpus nothing was read.
 
-    `text` is that of a token id, `sample` the contexts and tokens whose vectors were kept, and `examples` the token ids
-    of the contexts that are shown.
+    `extra`: its added accumulators. Of a whole survey `facts` are `text` of a token id, `sample`, what vectors were
+    kept, and `examples`, the ids of the contexts that are shown.
     """
-
-    provenance: dict[str, Any]
-    corpus: Corpus | None = None
-    text: Callable[[int], str] = str
-    sample: Sample | None = None
-    examples: Tensor | None = None
-
-
-def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
-    """Make all tables and arrays of a survey from what its stages have left; `extra`: its added accumulators."""
-    inputs = _inputs(states, facts)
+    inputs = facts | _inputs(states, provenance, corpus, **facts)
     columns: dict[str, dict[str, Any]] = {"layers": {}, "heads": {}}
     tables: dict[str, pd.DataFrame] = {}
     arrays: dict[str, Tensor] = {}
+    rows = head_rows(inputs["heads_of"])
     for measurement in measurements():
         parameters = inspect.signature(measurement.function).parameters.values()
         if any(need.name not in inputs and need.default is need.empty for need in parameters):
@@ -74,14 +68,21 @@ def tabulate(states: States, facts: Facts, extra: Sequence[Extra] = ()) -> Run:
             elif name in table_of:
                 columns[table_of[name]][name] = values
             else:
-                arrays[name] = inputs[name] = values
+                arrays[name] = values
     for table, values in added_columns(states, extra).items():
         columns[table] |= values
     tables["layers"] = pd.DataFrame(_in_order("layers", columns))
     tables["heads"] = heads_that_are(_in_order("heads", columns), inputs["heads_of"])
-    for name in [name for name in arrays if name.startswith("heads.")]:
-        arrays[name] = arrays[name][:, head_rows(inputs["heads_of"])]
-    return Run(**tables, arrays=arrays, provenance=_provenance(states, facts, extra))
+    arrays |= {name: of[:, rows] for name, of in arrays.items() if name.startswith("heads.")}
+    added: dict[str, Any] = {}
+    if corpus is not None:
+        added["wall_seconds"] = states.seconds
+    if "refused" in inputs:
+        refused = states.notes["patterns"]["refused"] | inputs["refused"]
+        added["constituents_refused"] = {layer: refused[layer] for layer in sorted(refused, key=int)}
+    if extra:
+        added[EXTRA_COLUMNS] = [column.to_json() for one in extra for column in one.declared]
+    return Run(**tables, arrays=arrays, provenance=provenance | added)
 
 
 def _in_order(table: str, columns: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -90,85 +91,78 @@ def _in_order(table: str, columns: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: columns[table][name] for name in order if name in columns[table]} | columns[table]
 
 
-def _inputs(states: States, facts: Facts) -> dict[str, Any]:
+def _inputs(
+    states: States,
+    provenance: dict[str, Any],
+    corpus: Corpus | None,
+    sample: Sample | None = None,
+    examples: Tensor | None = None,
+    **_: Any,
+) -> dict[str, Any]:
     """Return what declared functions find by the names of their parameters."""
     notes = states.notes["weights"]
     inputs: dict[str, Any] = {
         "weights": states.of("weights"),
         "spectrum_of": notes["spectrum_of"],
-        "exact": [kind == EXACT for kind in notes["spectrum_of"]],
         "scalings": notes["scaling"],
         "heads_of": notes["heads"],
-        "most_heads": max(notes["heads"]),
     }
     if patterns := states.of("patterns"):
         inputs |= {"patterns": patterns} | ({"attribution": patterns} if "numbers" in patterns else {})
-    if not states.of("corpus"):
+    if corpus is None:
         return inputs
-    corpus = facts.corpus
-    assert corpus is not None
-    trailing = facts.provenance["corpus"]["trailing_special_tokens"]
-    mu, pos, _ = decomposed_means(states.of("corpus.means"), trailing, corpus.leading)
+    trailing = provenance["corpus"]["trailing_special_tokens"]
     inputs |= {
         "attention": states.of("corpus.attention"),
         "means": means_of_text(states, trailing),
-        "mu": mu,
-        "pos": pos,
+        "whole_means": states.of("corpus.means"),
         "length": corpus.contexts.shape[1],
         "trailing": trailing,
         "leading": corpus.leading,
         "grid": None if corpus.grid is None else corpus.grid.shape,
     }
-    if not states.of("corpus.residual"):
+    if sample is None:
         return inputs
     for moments in ("residual", "inputs"):
         for layer, moment in enumerate(states.of(f"corpus.{moments}").get("moment", ())):
             refuse_overflow(layer, moment)
-    assert facts.sample is not None
-    assert facts.examples is not None
     labels = corpus.labels
     if len(labels[labels >= 0].unique()) < 2:  # the name of the only file, say: it tells nothing apart
         labels = torch.full_like(labels, -1)
-    if corpus.images is not None:
-        pixels = corpus.images.pixels(slice(0, len(facts.examples)))
+    if corpus.images is not None and examples is not None:
+        pixels = corpus.images.pixels(slice(0, len(examples)))
         inputs["pictures"] = corpus.images.reader.shown(pixels)
     of_text = "residual", "sketches", "outliers", "massive", "query_keys"
-    inputs |= {name: states.of(f"corpus.{name}") for name in of_text}
     return inputs | {
+        **{name: states.of(f"corpus.{name}") for name in of_text},
         "gram_norm": inputs["attention"]["gram_norm"],
-        "sample": facts.sample,
-        "labels": labels[facts.sample.kept],
-        "examples": facts.examples,
-        "text": facts.text,
+        "labels": labels[sample.kept],
         "shares": states.of("shares"),
         "refused": states.notes["shares"]["refused"],
     }
 
 
-def _provenance(states: States, facts: Facts, extra: Sequence[Extra]) -> dict[str, Any]:
-    added: dict[str, Any] = {}
-    if states.of("corpus"):
-        added["wall_seconds"] = states.seconds
-    if states.of("corpus.residual"):
-        refused = states.notes["patterns"]["refused"] | states.notes["shares"]["refused"]
-        # Why logits were not split
-        added["constituents_refused"] = {layer: refused[layer] for layer in sorted(refused, key=int)}
-    if extra:
-        added[EXTRA_COLUMNS] = [column.to_json() for one in extra for column in one.declared]
-    return facts.provenance | added
-
-
 def added_columns(states: States, extra: Sequence[Extra]) -> dict[str, dict[str, Sequence[float]]]:
-    """Compute the columns of the caller's accumulators, once the text is read.
+    """Compute the columns of the caller's accumulators, once the text is read: table → column → values.
 
     Raises:
         UsageError: a column is not declared, or does not have a value for each row.
     """
-    if not states.of("corpus.residual"):
-        return {}
+    tables: dict[str, dict[str, Sequence[float]]] = {table: {} for table in OPEN_TABLES}
+    if not extra or not states.of("corpus.residual"):
+        return tables
     layers, heads = states.of("corpus.attention")["entropy"].shape[:2]
     rows = {"layers": layers + 1, "heads": layers * heads}
-    return extra_columns(extra, lambda name: states.of(f"corpus.extra.{name}"), rows)
+    for one in extra:
+        table_of = {name: column.table for column in one.declared for name in column.columns}
+        for name, values in one.columns(states.of(f"corpus.extra.{one.name}")).items():
+            if name not in table_of:
+                raise UsageError(f"{one.name} gives {name!r}, which it does not declare")
+            table = table_of[name]
+            if len(values) != rows[table]:
+                raise UsageError(f"{one.name}: {len(values)} values of {name!r} for {rows[table]} {table}")
+            tables[table][name] = values
+    return tables
 
 
 def means_of_text(states: States, trailing: int) -> State:

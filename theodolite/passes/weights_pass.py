@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from jaxtyping import Float64
@@ -12,19 +11,16 @@ from torch.nn import functional
 
 from theodolite.accumulate.second_moments import covariance
 from theodolite.accumulate.sums import State
+from theodolite.jobs.job import Rows
 from theodolite.measure.localization import layer_spectra
-from theodolite.measure.position import CUTOFFS, grouped_basis
-from theodolite.measure.positional import positional_heads
+from theodolite.measure.position import CUTOFFS, grouped_basis, positional_heads
 from theodolite.models import OpenModel
 from theodolite.models.calls import NotAffine
-from theodolite.models.guard import measures
 from theodolite.models.structure import NoAttention
 from theodolite.models.weights.head_weights import NO_MATRIX, HeadWeights
-from theodolite.system.progress import Progress
 from theodolite.theory.smoothness import Grid
 
-OUTPUT_TITLE = "reading output weights"
-"""What is said while W_O is read."""
+OUTPUT_TITLE = "reading output weights"  # what is said while W_O is read
 
 
 def widest_output_weights(model: OpenModel, layer: int) -> Float64[Tensor, "heads value_width width"]:
@@ -36,84 +32,60 @@ def widest_output_weights(model: OpenModel, layer: int) -> Float64[Tensor, "head
     return functional.pad(weights, (0, 0, 0, model.structure.value_width - width, 0, model.heads - heads))
 
 
-class WeightsPass:
-    """Spectra, moments and norms of every head, and what heads make of the positional basis.
+def weights_pass(
+    model: OpenModel,
+    inputs: State | None = None,
+    means: State | None = None,
+    leading: int = 1,
+    grid: Grid | None = None,
+) -> Rows[int]:
+    """Return the steps that read spectra, moments and norms of every head, a layer's weights after another's.
 
-    State: `measure.localization.layer_spectra` of all layers, stacked; with `means` the argmax_property (L, H) and
-    pwp_shares (L, H, cutoffs, 1 + groups), of all groups of contexts and without each, of
-    `measure.positional.positional_heads`; NaN where a layer does not attend or has fewer or narrower heads than another
-    one. Notes: `spectrum_of`, `scaling` and `heads`, a value a layer.
+    State: `measure.localization.layer_spectra` of all layers; with `means` the argmax_property (L, H) and pwp_shares
+    (L, H, cutoffs, 1 + groups), of all groups of contexts and without each; NaN where a layer does not attend or has
+    fewer or narrower heads than another. Notes: `spectrum_of`, `scaling` and `heads`, a value a layer.
 
     Args:
+        model: whose weights.
         inputs: the state of `SecondMoments` of what attention reads, for the columns with suffix `_data`.
         means: the state of `Means`, for the positional columns.
         leading, grid: as for `grouped_basis`.
     """
 
-    def __init__(
-        self,
-        model: OpenModel,
-        *,
-        inputs: State | None = None,
-        means: State | None = None,
-        leading: int = 1,
-        grid: Grid | None = None,
-    ) -> None:
-        self.model = model
-        self.leading, self.grid = leading, grid
-        self.inputs, self.means = inputs, means
-        self.total = model.layers
-        self.notes: dict[str, Any] = {"spectrum_of": [], "scaling": [], "heads": list(model.heads_of)}
-        self._state: State = {}
-
-    def state(self) -> State:
-        """Return all layers; NaN where a layer is not read yet."""
-        return self._state
-
-    def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
-        self._state = {name: values.clone() for name, values in state.items()}
-
-    @measures("self.model")
-    def run(self, progress: Progress) -> None:
-        """Read the layers that are left; a layer's weights go before the next one's come."""
-        for layer in range(progress.done, progress.total):
-            progress.checkpoint(layer)
-            try:
-                weights = self.model.head_weights(layer)
-            except (NotAffine, NoAttention):
-                weights = None
-            if self.model.heads_of[layer]:
-                self._read(layer, weights)
-            self.notes["spectrum_of"].append(weights.projection if weights else NO_MATRIX)
-            self.notes["scaling"].append(weights.scaling if weights else 1.0)
-        progress.checkpoint(progress.total)
-
-    def _read(self, layer: int, weights: HeadWeights | None) -> None:
-        model = self.model
-        heads = model.heads_of[layer]
-        sigma = None if self.inputs is None else covariance(self.inputs, layer)
-        columns = layer_spectra(weights, sigma, heads, model.head_width)
-        self._keep(layer, columns, model.head_width)
-        if self.means is not None:
-            self._keep(layer, self._positional(layer, weights, self.means))
-
-    def _keep(self, layer: int, of_heads: State, width: int | None = None) -> None:
-        """Put in a layer's values, of as many heads and dimensions as it has."""
-        for name, values in of_heads.items():
-            if name not in self._state:
-                sizes = (self.model.heads, *((width or values.shape[1],) if values.ndim > 1 else ()))
-                self._state[name] = values.new_full((self.total, *sizes, *values.shape[2:]), math.nan)
-            # Copied: a small tensor that is kept would pin the heap around it.
-            self._state[name][layer][tuple(slice(size) for size in values.shape)] = values
-
-    def _positional(self, layer: int, weights: HeadWeights | None, means: State) -> State:
-        basis = grouped_basis(means, layer, self.leading, self.grid)
-        # They do not read the stream as it is
-        if weights is None or weights.w_q.shape[1] != basis.p.shape[2]:
-            empty = torch.full((self.model.heads_of[layer],), math.nan, dtype=torch.float64)
-            uses = empty.new_full((len(empty), len(CUTOFFS), 1 + len(basis.p)), math.nan)
-            return {"argmax_property": empty, "pwp_shares": uses}
+    def positional(layer: int, weights: HeadWeights | None, means: State) -> State:
+        basis = grouped_basis(means, layer, leading, grid)
+        if (
+            weights is None or weights.w_q.shape[1] != basis.p.shape[2]
+        ):  # they do not read the stream as it is
+            sizes = (model.heads, len(CUTOFFS), 1 + len(basis.p))
+            uses = torch.full(sizes, math.nan, dtype=torch.float64)
+            return {"argmax_property": uses[:, 0, 0], "pwp_shares": uses}
         argmax, shares = positional_heads(basis, weights.w_q, weights.w_k)
         every = torch.cat([shares.value.unsqueeze(0), shares.without])
         return {"argmax_property": argmax, "pwp_shares": every.permute(1, 2, 0)}
+
+    def read(layer: int) -> State:
+        try:
+            weights = model.head_weights(layer)
+        except (NotAffine, NoAttention):
+            weights = None
+        steps.notes["spectrum_of"].append(weights.projection if weights else NO_MATRIX)
+        steps.notes["scaling"].append(weights.scaling if weights else 1.0)
+        if not model.heads_of[layer]:
+            weights = None
+        sigma = None if inputs is None else covariance(inputs, layer)
+        of_heads = layer_spectra(weights, sigma, model.heads_of[layer] or model.heads, model.head_width)
+        if means is not None:
+            of_heads |= positional(layer, weights, means)
+        rows = {}
+        for name, values in of_heads.items():
+            sizes = [model.heads, *values.shape[1:]]
+            if name.startswith("spectrum"):
+                sizes[1] = model.head_width
+            rows[name] = values.new_full((1, *sizes), math.nan)
+            rows[name][0][tuple(map(slice, values.shape))] = values
+        return rows
+
+    steps = Rows(range(model.layers), read)
+    steps.notes |= {"spectrum_of": [], "scaling": [], "heads": list(model.heads_of)}
+    return steps

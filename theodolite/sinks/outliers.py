@@ -17,13 +17,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.accumulate.activations import (
+from theodolite.accumulate.marked import marked_places
+from theodolite.accumulate.outliers import (
     Activations,
     LayerBaselines,
     by_layer,
     carrier_columns,
 )
-from theodolite.accumulate.marked import marked_places
 from theodolite.accumulate.sums import State, part_of
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus

@@ -25,8 +25,15 @@ from theodolite.estimates import Floats
 from theodolite.judging import untestable
 from theodolite.logits.attribution import repeated_patterns, repeated_sequences
 from theodolite.measure.attribution import ATTRIBUTED, attribute
-from theodolite.measure.constituents import DISJOINT, Constituents, paired_groups
-from theodolite.measure.head_matrices import ADDITIVE, MOST_POSITIONS, HeadMatrix, head_matrices
+from theodolite.measure.constituents import (
+    ADDITIVE,
+    DISJOINT,
+    MOST_POSITIONS,
+    Constituents,
+    HeadMatrix,
+    head_matrices,
+    paired_groups,
+)
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.measure.position import CUTOFFS
 from theodolite.models.prompts import REPEATED, prompt_ids

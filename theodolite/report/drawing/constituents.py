@@ -13,13 +13,13 @@ import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
 from theodolite.estimates import Floats
-from theodolite.measure.constituents import Constituents
-from theodolite.measure.head_matrices import (
+from theodolite.measure.constituents import (
     ADDITIVE,
     ATTENTION,
     CONSTANT,
     MOST_POSITIONS,
     QK,
+    Constituents,
     HeadMatrix,
     head_matrices,
 )
