@@ -1,7 +1,4 @@
-"""Results of an evaluation: values with standard errors, saved as they are measured, and compared in pairs.
-
-Nothing is measured here.
-"""
+"""Results of an evaluation: values with standard errors, saved as they are measured, and compared in pairs."""
 
 from __future__ import annotations
 
@@ -70,11 +67,8 @@ SCHEMA_VERSION = 1
 class Evaluation:
     """The scores in a JSON file, and beside it the job that measures what is not there yet; without a path, in memory.
 
-    The name of a stage follows from all that determines its scores: fingerprints of model and questions, and package
-    versions.
-
-    Raises:
-        UsageError: the file holds something else.
+    `UsageError` where the file holds something else. A key is all that determines scores: fingerprints of model and
+    questions, and package versions.
     """
 
     def __init__(self, out: Path | None) -> None:
@@ -109,16 +103,26 @@ class Evaluation:
         `make` makes the steps that measure them, which are called `title`; `scores_in` reads their state and notes.
         """
         name = json_digest(key)
+
+        def measure() -> list[Score]:
+            states = Job([Stage(name, title, lambda _: make())], self._work, show_progress).run()
+            return scores_in(states.tensors[name], states.notes[name])
+
+        return self.kept(key, measure)
+
+    def kept(self, key: dict[str, Any], measure: Callable[[], list[Score]]) -> list[Score]:
+        """Return the scores with this key: known, or measured now, and then in the file at once."""
+        name = json_digest(key)
         if name not in self._measured:
-            stage = Stage(name, title, lambda _: make())
-            job = Job([stage], self._work, show_progress)
-            states = job.run()
-            job.save()
-            self._measured[name] = key, scores_in(states.tensors[name], states.notes[name])
+            self._measured[name] = key, measure()
+            self._write()
+        if self._measured.keys() >= set(
+            self._work.names()
+        ):  # what was begun, and is not asked for now, stays
+            self._work.remove()
         return self._measured[name][1]
 
-    def finish(self) -> None:
-        """Write all scores to the file; what an interrupted call began, and nobody asked for since, stays beside it."""
+    def _write(self) -> None:
         if self._out is None:
             return
         rows = [
@@ -128,8 +132,6 @@ class Evaluation:
         with disk_errors(self._out):
             self._out.parent.mkdir(parents=True, exist_ok=True)
             write_json_checked(self._out, {"schema_version": SCHEMA_VERSION, "measured": rows}, indent=None)
-        if self._measured.keys() >= set(self._work.names()):
-            self._work.remove()
 
 
 def score_as_json(score: Score) -> dict[str, Any]:
@@ -154,9 +156,8 @@ def mean_and_error(values: Float[np.ndarray, " count"]) -> tuple[float, float]:
 def table(scores: Sequence[Score]) -> pd.DataFrame:
     """Tabulate the scores, a row each, in their order.
 
-    Columns: `model task shots metric value value_se difference difference_se count batch version cut
-    chat_template system`. The difference is to the first model with the same questions; its error is that of the mean
-    paired difference. Both are NaN for that model itself, and where the value is not a mean over questions.
+    The difference is to the first model with the same questions; its error is that of the mean paired difference. Both
+    are NaN for that model itself, and where the value is not a mean over questions.
     """
     rows: list[dict[str, Any]] = []
     first_of: dict[tuple[Any, ...], Score] = {}

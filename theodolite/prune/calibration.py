@@ -2,7 +2,7 @@
 
 A `Sweep` takes the contexts through the blocks: only the hidden states that enter the current block are stored, in the
 model's dtype. The start of one context, the witness, goes through the blocks as well: at the start and at the end it is
-compared with a pass of the whole model. Nothing here depends on how a matrix is pruned.
+compared with a pass of the whole model.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ SUMMED_AT_ONCE = 256
 class BlockByBlock:
     """The calibration contexts on their way through the blocks, batch by batch, and the witness beside them.
 
+    The blocks of the model may be changed between calls.
+
     Args:
-        model: from `open_model`; its blocks may be changed between calls.
-        corpus: the calibration contexts.
-        batch: contexts per forward pass.
         between: called after every batch; it may raise to stop.
         folder: keep hidden states in files without a name there, which memory holds as far as it has room; None: in
             memory.
@@ -141,13 +140,7 @@ class BlockByBlock:
 
 @dataclass(frozen=True)
 class Moments:
-    """Second moments of the input vectors x of a matrix.
-
-    Attributes:
-        count: number of vectors.
-        diagonal: mean of x_i².
-        factor: mean of x xᵀ, factored, or None where not requested.
-    """
+    """Second moments of the `count` input vectors x of a matrix: mean of x_i², and if requested of x xᵀ, factored."""
 
     count: int
     diagonal: Float64[Tensor, " inputs"]
@@ -165,14 +158,10 @@ class _AllInputsSeen(Exception):
 
 
 class InputMoments:
-    """Sums over the inputs of some matrices, none of which is stored.
+    """Sums over the inputs of the matrices of one block; those with the same inputs (W_Q, W_K and W_V) share one.
 
-    Matrices with the same inputs (W_Q, W_K and W_V; gate and up) share one sum: Wanda and OATS need squares, SparseGPT
-    all products, which are centred while summing, so that a large common offset loses no precision.
-
-    Args:
-        matrices: of one block.
-        damping: of the factors of the full moments; None: diagonals only.
+    `damping`: of the factors of the full moments, which are centred while summing, so that a large common offset loses
+    no precision; None: diagonals only.
     """
 
     def __init__(self, matrices: Sequence[Matrix], damping: float | None = None) -> None:
@@ -189,8 +178,8 @@ class InputMoments:
     def collecting(self) -> Iterator[None]:
         """Collect the inputs of products with the matrices in one run of the block.
 
-        The first run goes to its end. Where it used each matrix once, the others are left before the last product: of
-        a gated MLP that saves a quarter of the work.
+        Where the first run used each matrix once, the others are left before the last product: of a gated MLP that
+        saves a quarter of the work.
         """
         self._uses.clear()
         with suppress(_AllInputsSeen), TappedProducts(self._add):

@@ -6,8 +6,6 @@ and `pruning.parquet` next to the weights, in one of three forms:
     merged      dense matrices that `transformers` opens; the low-rank parts are also in `low_rank/`
     factored    the format of `models/stored/factored.py`
     adapter     a checkpoint of the sparse parts, and in `adapter/` the low-rank ones as a LoRA adapter of PEFT
-
-Nothing is pruned here.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -69,34 +67,16 @@ SECONDS = "seconds"
 """The part of unfinished work that says how long the blocks took: their own files are the same whoever made them."""
 
 COMPANIONS = (
-    *(
-        "*.json",
-        "*.jinja",
-        "vocab*",
-        "merges*",
-        "*.md",
-        "*.model",
-        "*.tiktoken",
-        "LICENSE*",
-        "NOTICE*",
-        "README*",
-    ),
-    *("additional_chat_templates/*.jinja", "[0-9]_*/*"),
+    "*.json *.jinja vocab* merges* *.md *.model *.tiktoken LICENSE* NOTICE* README* "
+    "additional_chat_templates/*.jinja [0-9]_*/*"
 )
 """What is copied from beside a checkpoint's weights: of its processors, tokenizer and licence, and (by number) the
 modules that sentence-transformers runs after the model."""
 
-LEFT = (
-    "config.json",
-    "*.index.json",
-    "adapter_*.json",
-    "*quant*.json",
-    "trainer_state.json",
-    "*_results.json",
-)
+LEFT = "config.json *.index.json adapter_*.json *quant*.json trainer_state.json *_results.json"
 """But for these, which are of the weights that they lie beside, or of their training."""
 
-LowRank = Mapping[tuple[int, str], tuple[Tensor, Tensor]]
+LowRank = dict[tuple[int, str], tuple[Tensor, Tensor]]
 """(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
 
 TableRows = list[dict[str, Any]]
@@ -109,18 +89,23 @@ class Pruned:
     Attributes:
         table: one row per matrix; `docs/pruning.md` lists the columns.
         provenance: versions, model, text, settings.
-        low_rank: the low-rank part of each matrix that has one.
         folder: where it was written, if it was.
     """
 
     table: pd.DataFrame
     provenance: dict[str, Any]
-    low_rank: LowRank
+    _low_rank_of: Callable[[int], LowRank]
     folder: Path | None = None
 
     def __repr__(self) -> str:
         pruning = self.provenance["pruning"]
         return f"Pruned({self.provenance['model']['id']} by {pruning['method']}: {len(self.table)} matrices)"
+
+    @property
+    def low_rank(self) -> LowRank:
+        """The low-rank part of each matrix that has one."""
+        blocks = map(self._low_rank_of, self.table["layer"].unique().tolist())
+        return {at: factors for block in blocks for at, factors in block.items()}
 
     def factors(self, layer: int) -> Factors:
         """Give a block's low-rank parts of W_Q, W_K, W_V, for `interventions.without_low_rank(factors=…)`.
@@ -128,7 +113,8 @@ class Pruned:
         Raises:
             UsageError: there are none: a method other than OATS, rank 0, or no such block.
         """
-        factors = {name: self.low_rank[layer, name] for name in "qkv" if (layer, name) in self.low_rank}
+        parts = self._low_rank_of(layer) if (self.table["layer"] == layer).any() else {}
+        factors = {name: parts[layer, name] for name in "qkv" if (layer, name) in parts}
         if not factors:
             raise UsageError(f"W_Q, W_K and W_V of block {layer} have no low-rank part")
         return factors
@@ -147,35 +133,16 @@ class Pruned:
             provenance = read_json_checked(folder / SETTINGS)
             sums = provenance.pop(CHECKSUMS, None) or {}
             table = pd.read_parquet(BytesIO(read_bytes_checked(folder / TABLE, sums)))
-            read = _reader_of_low_rank(folder, sums)
-            keys = [key for layer in range(int(provenance["model"]["layers"])) for key in read(layer)]
+            for layer in table["layer"].unique().tolist():
+                _read_low_rank(folder, sums, layer)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
             raise UsageError(
                 f"{folder} is incomplete or damaged ({error}): remove it, then prune again"
             ) from error
-        return cls(table, provenance, LowRankOfFiles(keys, read), folder)
+        return cls(table, provenance, partial(_read_low_rank, folder, sums), folder)
 
 
-class LowRankOfFiles(LowRank):
-    """Low-rank parts that are read as they are asked for; those of one block are in memory."""
-
-    def __init__(self, keys: Iterable[tuple[int, str]], read: Callable[[int], LowRank]) -> None:
-        self._keys = dict.fromkeys(keys)
-        self._read = lru_cache(maxsize=1)(read)
-
-    def __getitem__(self, key: tuple[int, str]) -> tuple[Tensor, Tensor]:
-        if key not in self._keys:
-            raise KeyError(key)
-        return self._read(key[0])[key]
-
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-
-def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
+def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> LowRank:
     """Collect the low-rank parts of a block's matrices."""
     return {
         (layer, matrix.key): (matrix.left.cpu(), matrix.right.cpu())
@@ -184,22 +151,16 @@ def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> dict[tuple[int,
     }
 
 
-def _reader_of_low_rank(folder: Path, sums: Mapping[str, str]) -> Callable[[int], LowRank]:
-    """Make a function that reads a block's low-rank parts from a checkpoint; a block without any has no file."""
-
-    def read(layer: int) -> LowRank:
-        if is_factored(folder):
-            return low_rank_of(layer, read_matrices(folder / BLOCK.format(layer))[0])
-        name = LOW_RANK.format(layer)
-        if name not in sums and not (folder / name).is_file():
-            return {}
-        tensors, _ = read_checked(folder / name, sums.get(name))
-        keys = dict.fromkeys(name.split("/", 1)[1].rpartition("/")[0] for name in tensors)
-        return {
-            (layer, key): (tensors[f"{layer}/{key}/left"], tensors[f"{layer}/{key}/right"]) for key in keys
-        }
-
-    return read
+def _read_low_rank(folder: Path, sums: Mapping[str, str], layer: int) -> LowRank:
+    """Read a block's low-rank parts from a checkpoint; a block without any has no file."""
+    if is_factored(folder):
+        return low_rank_of(layer, read_matrices(folder / BLOCK.format(layer))[0])
+    name = LOW_RANK.format(layer)
+    if name not in sums:
+        return {}
+    tensors, _ = read_checked(folder / name, sums[name])
+    keys = dict.fromkeys(name.split("/", 1)[1].rpartition("/")[0] for name in tensors)
+    return {(layer, key): (tensors[f"{layer}/{key}/left"], tensors[f"{layer}/{key}/right"]) for key in keys}
 
 
 def write_block(
@@ -233,22 +194,17 @@ class UnfinishedPruning(Unfinished):
             return None
         try:
             provenance = read_json_checked(self.out / SETTINGS)
-            there = _options(provenance["fingerprint"])
+            there = _options(provenance["fingerprint"]) | {"format": provenance["pruning"]["format"]}
         except (ValueError, KeyError, TypeError):
             raise exists_already(self.out) from None
-        if there != self.fingerprint:
-            differs = differences(there, self.fingerprint, provenance.get("corpus"), self.corpus)
+        now = self.fingerprint | {"format": form}
+        if there != now:
+            differs = differences(there, now, provenance.get("corpus"), self.corpus)
             raise UsageError(
                 f"{self.out} holds a pruning of another model, text or settings ({differs}): choose another --out or "
                 "remove it"
             )
         written = Pruned.load(self.out)
-        there = written.provenance["pruning"]["format"]
-        if there != form:
-            raise UsageError(
-                f"{self.out} holds this pruning in another format (--format {there} there, {form} now): choose "
-                "another --out or remove it"
-            )
         self.remove()
         return written
 
@@ -284,21 +240,21 @@ class UnfinishedPruning(Unfinished):
     ) -> Iterator[None]:
         """Give the model its pruned matrices while open: a streamed one, too, as its blocks are read."""
 
-        def write(layer: int, sparse_alone: bool) -> None:
+        def write(layer: int, sparse_alone: bool = sparse_alone) -> None:
             write_block(matrices[layer], self.matrices(layer), sparse_alone=sparse_alone)
 
         if model.streamed is not None:
-            with model.streamed.changed(lambda layer: write(layer, sparse_alone)):
+            with model.streamed.changed(write):
                 yield
             return
         layers = range(model.layers if sparse_alone else 0)
         for layer in layers:
-            write(layer, True)
+            write(layer)
         try:
             yield
         finally:
             for layer in layers:
-                write(layer, False)
+                write(layer, sparse_alone=False)
 
     def finish(
         self, model: OpenModel, matrices: Sequence[Sequence[Matrix]], pruned: Pruned, form: str
@@ -357,13 +313,12 @@ def _copy_companions(model: OpenModel, folder: Path) -> None:
     """
     source = embedded.FOLDER if model.id == embedded.NAME else Path(model.id).expanduser()
     if model.revision is not None:
-        source = Path(snapshot_download(model.id, revision=model.revision, allow_patterns=[*COMPANIONS]))
-    of_files = (
-        model.sha256 is not None or model.revision is not None
-    )  # else its name may be that of any folder
-    for path in (path for glob in COMPANIONS if of_files and source.is_dir() for path in source.glob(glob)):
+        source = Path(snapshot_download(model.id, revision=model.revision, allow_patterns=COMPANIONS.split()))
+    # Else its name may be that of any folder.
+    of_files = (model.sha256 is not None or model.revision is not None) and source.is_dir()
+    for path in (path for glob in COMPANIONS.split() if of_files for path in source.glob(glob)):
         name = path.relative_to(source)
-        if path.is_file() and not any(fnmatchcase(name.as_posix(), glob) for glob in LEFT):
+        if path.is_file() and not any(fnmatchcase(name.as_posix(), glob) for glob in LEFT.split()):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
     if model.tokenizer is not None:

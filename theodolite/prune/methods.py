@@ -1,4 +1,4 @@
-"""Prune a weight matrix by magnitude, Wanda or SparseGPT, independent of models and texts.
+"""Prune a weight matrix by magnitude, Wanda or SparseGPT.
 
 A weight W is (outputs, inputs), as `nn.Linear` holds it: y = W x. `sparsity` is the share of entries
 removed. A pattern N:M fixes it at 1 − N/M; `sparsity` is then None or that number. Counts are exact, rounded down; the
@@ -26,10 +26,8 @@ INPUTS_AT_ONCE = 128
 SUBBLOCK = 16
 """Inputs per matrix product within a block, where no pattern sets it."""
 
-_FACTORED_AT_ONCE = 512
-"""Inputs a step of the factorisation of a Hessian; `_STRIP` are columns of what is left that are updated together."""
-
-_STRIP = 2048
+_FACTORED_AT_ONCE, _STRIP = 512, 2048
+"""Inputs a step of the factorisation of a Hessian; columns of what is left that are updated together."""
 
 ROWS = 1024
 """Rows of a matrix of which there is a copy at a time."""
@@ -59,8 +57,7 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: str | None
         sparsity: share removed, in (0, 1).
         pattern: N:M; then the largest of each group.
 
-    Returns:
-        The pruned weight, in its own dtype; of ties the last are kept.
+    Returns: the pruned weight, in its own dtype; of ties the last are kept.
 
     Raises:
         UsageError: values that are not finite, not a matrix, or an invalid sparsity or pattern.
@@ -87,8 +84,7 @@ def wanda(
         sparsity: share removed of each output, in (0, 1).
         pattern: N:M.
 
-    Returns:
-        The pruned weight, in its own dtype; of ties the last are kept.
+    Returns: the pruned weight, in its own dtype; of ties the last are kept.
 
     Raises:
         UsageError: as `magnitude`, or norms that are negative or of another shape.
@@ -135,22 +131,12 @@ def _square_sum(matrix: Tensor) -> float:
 
 @torch.no_grad()
 def factor_hessian(hessian: Tensor, damping: float = DAMPING, *, overwrite: bool = False) -> HessianFactor:
-    """Factor a Hessian in float64; the damping is raised tenfold until the factorisation succeeds.
+    """Factor a Hessian (inputs, inputs) in float64; arguments and errors are those of `sparsegpt`.
 
     As in the released code, the diagonal of a dead input is set to 1, and counts in the mean of the diagonal.
-
-    Args:
-        hessian: (inputs, inputs), symmetric: the sum or the mean of x xᵀ over the tokens; a common factor changes
-            nothing unless inputs are dead.
-        damping: share of the mean diagonal that is added to the diagonal (0.01 in the released code).
-        overwrite: R may take the place of a Hessian in float64, so that there is one matrix of this size in memory.
-
-    Raises:
-        UsageError: not a finite square matrix, a negative damping, or far from positive semidefinite.
+    `overwrite`: R may take the place of a Hessian in float64, so that there is one matrix of this size in memory.
     """
-    if not isinstance(hessian, Tensor) or hessian.is_complex() or hessian.ndim != 2:
-        raise UsageError("hessian must be a tensor (inputs, inputs) of real numbers")
-    if hessian.shape[0] != hessian.shape[1] or not len(hessian):
+    if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1] or not len(hessian):
         raise UsageError(f"hessian has shape {tuple(hessian.shape)}: give (inputs, inputs)")
     if not 0 <= damping < _MAX_DAMPING:
         raise UsageError(f"damping is {damping}: give a number from 0 on")
@@ -229,11 +215,10 @@ def sparsegpt(
         damping: share of the mean diagonal that is added to the Hessian's diagonal; the released code has 0.01. It
             is raised tenfold until the Hessian can be factored.
 
-    Returns:
-        The pruned weight, in its own dtype. Inputs that are always 0 get weight 0.
+    Returns: the pruned weight, in its own dtype. Inputs that are always 0 get weight 0.
 
     Raises:
-        UsageError: as `magnitude` and `factor_hessian`, or a Hessian of another width.
+        UsageError: as `magnitude`; or the Hessian is not finite, of another width, or far from positive semidefinite.
     """
     factor = hessian if isinstance(hessian, HessianFactor) else factor_hessian(hessian, damping)
     weight, n_of_m, share = _checked(weight, sparsity, pattern)
@@ -266,8 +251,8 @@ def _prune_block(
 ) -> None:
     """Prune some inputs in place; `keep`: their total number of kept entries, or the pattern.
 
-    The paper takes the i-th error from all later inputs at once; here each input takes from itself all earlier errors
-    just before it is needed, which reads as much and writes less.
+    Each input takes from itself all earlier errors just before it is needed, which reads as much as the paper's way
+    (the i-th error from all later inputs at once) and writes less.
     """
     scale = upper.diagonal().unsqueeze(1)
     errors = torch.empty_like(rows)
@@ -324,10 +309,7 @@ class Pattern:
 
 
 def pattern_of(given: object, inputs: int) -> Pattern | None:
-    """Read N:M, such as "2:4", for matrices with `inputs` inputs; None for None, `UsageError` where it is no pattern.
-
-    At most N of every M consecutive inputs of an output are kept.
-    """
+    """Read N:M, such as "2:4", for matrices with `inputs` inputs; None for None, `UsageError` if it is no pattern."""
     if given is None:
         return None
     text = re.fullmatch(r"(\d+):(\d+)", str(given))
@@ -343,7 +325,7 @@ def check_sparsity(sparsity: object) -> float:
     """Check a share of entries to remove; `UsageError` where it is no number in (0, 1)."""
     if sparsity is None:
         raise UsageError("no sparsity is given: pass the share to remove, or a pattern such as 2:4")
-    if isinstance(sparsity, bool) or not isinstance(sparsity, numbers.Real) or not 0 < float(sparsity) < 1:
+    if not isinstance(sparsity, numbers.Real) or not 0 < float(sparsity) < 1:
         raise UsageError(
             f"sparsity is {sparsity!r}: give the share to remove, between 0 and 1, both excluded"
         )
@@ -352,7 +334,7 @@ def check_sparsity(sparsity: object) -> float:
 
 def check_ratio(ratio: object) -> float:
     """Check the share of the kept parameters in a low-rank part; `UsageError` where it is no number in [0, 1]."""
-    if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0 <= float(ratio) <= 1:
+    if not isinstance(ratio, numbers.Real) or not 0 <= float(ratio) <= 1:
         raise UsageError(f"rank_ratio is {ratio!r}: give the share of the low-rank part, from 0 to 1")
     return float(ratio)
 
@@ -396,11 +378,7 @@ def precision_of(weight: Tensor) -> torch.dtype:
 def checked_inputs(
     name: str, values: object, weight: Float[Tensor, "outputs inputs"]
 ) -> Float[Tensor, " inputs"]:
-    """Check one number ≥ 0 for each input; float64 on the weight's device, all-zero values become ones.
-
-    Raises:
-        UsageError: another shape, negative or not finite.
-    """
+    """Check one number ≥ 0 for each input, else `UsageError`; float64 on the weight's device, all zeros become ones."""
     if not isinstance(values, Tensor) or values.shape != weight.shape[1:] or values.is_complex():
         shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise UsageError(f"{name} must be one number for each of {weight.shape[1]} inputs, not {shape}")
@@ -438,10 +416,10 @@ def _kth_smallest(scores: Float[Tensor, "rows columns"], k: int) -> Float[Tensor
 
 
 class ThresholdTracker:
-    """Repeated `largest` of the same rows while their scores change little.
+    """Repeated `largest` of the same rows while their scores change little, in half the time.
 
-    Each row's threshold starts where it was and moves by how many entries are too many, which takes a few passes of
-    comparing and counting, half the time of a new selection. Rows that still miss the count are selected exactly.
+    Each row's threshold starts where it was and moves by how many entries are too many. Rows that still miss the count
+    are selected exactly.
     """
 
     def __init__(self, count: int) -> None:

@@ -1,7 +1,4 @@
-"""Prune all matrices of a model in place, block by block, each calibrated on the outputs of the pruned ones.
-
-The formulas are in the modules of the methods; how blocks are run is in `calibration.py`, the files in `checkpoint.py`.
-"""
+"""Prune all matrices of a model in place, block by block, each calibrated on the outputs of the pruned ones."""
 
 from __future__ import annotations
 
@@ -30,6 +27,7 @@ from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.run import describe_corpus, describe_model, describe_pass
 from theodolite.prune.calibration import BlockByBlock, InputMoments, Moments
 from theodolite.prune.checkpoint import (
+    LowRank,
     Pruned,
     TableRows,
     UnfinishedPruning,
@@ -92,14 +90,12 @@ def prune_model(
 ) -> Pruned:
     """Prune a model in place, and write it as a checkpoint where `out` says.
 
-    Of a model from `open_streamed`, a block is in memory while it is pruned, and its pruned matrices are written to
-    `out` only. A model that `device_map` has offloaded is refused: stream it.
-
     Every linear layer inside the blocks is pruned, W_Q, W_K and W_V separately where they are fused, and the matrices
     of every expert on the tokens routed to it; embeddings, head, norms, biases and routers are not.
 
     Args:
-        model: from `open_model`, and left half pruned by an interrupt; or from `open_streamed`.
+        model: from `open_model`, and left half pruned by an interrupt; or from `open_streamed`: then a block is in
+            memory while it is pruned, and its pruned matrices are written to `out` only.
         corpus: the calibration text; all its tokens count.
         method: "oats", "sparsegpt", "wanda" or "magnitude".
         sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block, or a
@@ -108,9 +104,7 @@ def prune_model(
         pattern: "2:4" keeps at most 2 of every 4 consecutive inputs of an output, in the sparse part.
         rank_ratio: for OATS: the share of the kept parameters in the low-rank part, from 0 to 1; or a function of
             (block, name of the matrix): `lambda layer, name: 0.5 if name in "qk" else 0.25`.
-        iterations: for OATS.
-        seed: for OATS: of the random start, and of the probes that check whether its subspace is still the leading one.
-        damping: for SparseGPT, as in `sparsegpt`.
+        iterations, seed: for OATS, as in `oats`; damping: for SparseGPT, as in `sparsegpt`.
         exact: read the text in the model's own precision, even where the processor multiplies faster in bfloat16; and
             for OATS a full SVD in every iteration, as published, of large matrices too.
         skip: globs of names of matrices that stay dense, in their block ("mlp.down_proj", "q") or in the model
@@ -161,7 +155,6 @@ class _Pruning:
     Attributes:
         matrices: those that are pruned, of every block; `every`: the same, one after the other.
         sparsity, rank_ratio: of each (block, key of a matrix).
-        batch: contexts per forward pass.
         rounded: the text is read with products in bfloat16.
         fingerprint: everything that decides the result.
     """
@@ -175,10 +168,8 @@ class _Pruning:
         self.batch = batch_of(corpus, options.batch, TOKENS_A_BATCH)
         if options.out is not None:
             refuse_inside(Path(options.out), model.id)
-        self.matrices = _without_skipped(model, _dense_matrices(model), options)
+        self.matrices = _without_skipped(model, options)
         self.every = list(chain(*self.matrices))
-        self.sparsity: dict[tuple[int, str], float | None] = {}
-        self.rank_ratio: dict[tuple[int, str], float] = {}
         self._set_shares()
         widest = max(matrix.shape[1] for matrix in self.every)
         if options.moments_damping is not None and len(corpus.tokens) < widest:
@@ -201,21 +192,22 @@ class _Pruning:
         """Set the sparsity and the rank ratio of each matrix, and refuse those that do not work."""
         options, sparsity, rank_ratio = self.options, self.options.sparsity, self.options.rank_ratio
         check_shares(sparsity, rank_ratio, len(self.matrices))
-        ranks = []
+        self.sparsity: dict[tuple[int, str], float | None] = {}
+        self.rank_ratio: dict[tuple[int, str], float] = {}
+        fills_adapter = False
         for matrix in self.every:
             layer, name, at = matrix.layer, matrix.name, (matrix.layer, matrix.key)
-            self.rank_ratio[at] = check_ratio(rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio)
+            ratio = check_ratio(rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio)
             share = sparsity(layer, name) if callable(sparsity) else sparsity
             share = share[layer] if isinstance(share, Sequence) else share
-            self.sparsity[at] = None if share is None else check_sparsity(share)
+            share = None if share is None else check_sparsity(share)
+            self.sparsity[at], self.rank_ratio[at] = share, ratio
             if options.method == "oats":
-                shares = self.sparsity[at], self.rank_ratio[at]
-                ranks.append(rank_and_entries(matrix.shape, *shares, options.pattern).rank)
+                rank = rank_and_entries(matrix.shape, share, ratio, options.pattern).rank
+                fills_adapter |= rank > 0 and matrix.expert is None
             else:
                 sparsity_of(share, pattern_of(options.pattern, matrix.shape[1]))
-        if options.form == ADAPTER and not any(
-            rank for rank, matrix in zip(ranks, self.every, strict=True) if matrix.expert is None
-        ):
+        if options.form == ADAPTER and not fills_adapter:
             raise UsageError(
                 "every matrix gets rank 0, which leaves no low-rank part that an adapter could hold: choose a larger "
                 "rank ratio, or another --format"
@@ -229,19 +221,21 @@ class _Pruning:
         if options.method == "oats":
             settings["rank_ratio"] = _plain(self.rank_ratio)
             settings |= {"iterations": options.iterations, "seed": options.seed}
-        if options.moments_damping is not None:
-            settings["damping"] = options.damping
-        settings |= {"exact": True} if options.exact else {}
-        settings |= {"products": "bfloat16"} if self.rounded else {}
-        return settings | ({"skip": sorted(set(options.skip))} if options.skip else {})
+        others = {
+            "damping": options.moments_damping,
+            "exact": options.exact or None,
+            "products": "bfloat16" if self.rounded else None,
+            "skip": sorted(set(options.skip)) or None,
+        }
+        return settings | {name: value for name, value in others.items() if value is not None}
 
     def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
         """Prune every unfinished block, and write the result of every block into the model."""
         model = self.model
         started = time.monotonic() - (unfinished.seconds if unfinished else 0.0)
         rows: TableRows = []
-        low_rank: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # where no file has them
-        described = describe_model(model)
+        low_rank: list[LowRank] = []  # where no file has them
+        described = self._described()
         folder = unfinished.folder if unfinished and model.streamed is not None else None
         with one_expert_at_a_time(model.root):
             text = None
@@ -259,7 +253,7 @@ class _Pruning:
                         unfinished.save_block(layer, pruned, block_rows, time.monotonic() - started)
                     rows += block_rows
                     if not unfinished:
-                        low_rank |= low_rank_of(layer, pruned)
+                        low_rank.append(low_rank_of(layer, pruned))
                     del done, pruned  # a block's worth of memory, before the next one is read
                     if text and layer + 1 < model.layers:
                         text.advance(layer)
@@ -267,8 +261,8 @@ class _Pruning:
                 with unfinished.written_into(model, self.matrices) if unfinished else nullcontext():
                     text.verify_end()
         self.show_progress(len(self.every), len(self.every))
-        provenance = described | self._provenance() | {"wall_seconds": time.monotonic() - started}
-        return Pruned(pd.DataFrame(rows), provenance, low_rank)
+        provenance = described | {"wall_seconds": time.monotonic() - started}
+        return Pruned(pd.DataFrame(rows), provenance, low_rank.__getitem__)
 
     def _pruned_block(
         self, text: BlockByBlock | None, layer: int, matrices: Sequence[Matrix], before: int
@@ -352,15 +346,15 @@ class _Pruning:
         low_rank = (split.left, split.right) if split.left.numel() else ()
         return (split.sparse, *low_rank), math.nan, stalled
 
-    def _provenance(self) -> dict[str, Any]:
-        """Describe the text and the settings."""
-        left = left_dense(self.model, self.every)
-        pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"], "left_dense": left}
-        seed = self.options.seed
+    def _described(self) -> dict[str, Any]:
+        """Describe the model, the text and the settings, for the provenance."""
+        model, seed = self.model, self.options.seed
         described: dict[str, Any] = {"seed": seed, "fingerprint": self.fingerprint}
         if self.options.reads_text:
-            described = describe_pass(self.model, self.corpus, seed, self.fingerprint)
-        return described | {"pruning": pruning}
+            described = describe_pass(model, self.corpus, seed, self.fingerprint)
+        pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"]}
+        pruning["left_dense"] = left_dense(model, self.every)
+        return describe_model(model) | described | {"pruning": pruning}
 
     def restore(self, folder: Path) -> None:
         """Put the matrices of this same pruning, finished in `folder`, into the model."""
@@ -376,8 +370,16 @@ class _Pruning:
         self.model.record_intervention(f"pruned({self.options.method}, sha256:{digest[:16]})")
 
 
-def _dense_matrices(model: OpenModel) -> Matrices:
-    """Find the matrices of a model, and refuse one that was pruned or changed."""
+def _without_skipped(model: OpenModel, options: PruningOptions) -> Matrices:
+    """Find the matrices of a model, of each block, but those that `options.skip` names.
+
+    A glob is of a matrix, or of a module that it is in, by its name in the block ("mlp.down_proj", "q", "mlp"), that
+    behind the block's number ("0.q"), or that in the model ("model.layers.0").
+
+    Raises:
+        UsageError: the model was pruned or changed, has none, a glob is of nothing, nothing is left to prune, or a
+            factored layer would be in part dense.
+    """
     if model.interventions:
         raise UsageError(
             f"the opened model was modified ({model.interventions[-1]}): open it anew to prune it"
@@ -389,18 +391,6 @@ def _dense_matrices(model: OpenModel) -> Matrices:
     matrices = block_matrices(model)
     if not any(matrices):
         raise UsageError(f"{model.source.name} has no linear layers in its blocks that could be pruned")
-    return matrices
-
-
-def _without_skipped(model: OpenModel, matrices: Matrices, options: PruningOptions) -> Matrices:
-    """Leave out the matrices that `options.skip` names.
-
-    A glob is of a matrix, or of a module that it is in, by its name in the block ("mlp.down_proj", "q", "mlp"), that
-    behind the block's number ("0.q"), or that in the model ("model.layers.0").
-
-    Raises:
-        UsageError: a glob is of nothing, nothing is left to prune, or a factored layer would be in part dense.
-    """
     name_of = {module: name for name, module in model.root.named_modules()}
     blocks = [name_of[block] for block in model.structure.blocks]
     skipped: set[int] = set()
@@ -434,12 +424,7 @@ def _without_skipped(model: OpenModel, matrices: Matrices, options: PruningOptio
 
 
 def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:
-    """Return one value if all matrices agree, one per block if those of each block do, else all by name."""
-    by_block: dict[int, set[float | None]] = {}
-    for (layer, _), value in values.items():
-        by_block.setdefault(layer, set()).add(value)
+    """Return one value if all matrices agree, else all by name."""
     if len(set(values.values())) == 1:
         return next(iter(values.values()))
-    if list(by_block) == list(range(len(by_block))) and all(len(shares) == 1 for shares in by_block.values()):
-        return [shares.pop() for shares in by_block.values()]
     return {f"{layer}/{key}": value for (layer, key), value in values.items()}

@@ -1,7 +1,4 @@
-"""Check the options of a pruning without importing anything heavy.
-
-What only the model or the text can refuse is in `model.py`.
-"""
+"""The options of a pruning, checked without importing anything heavy as far as that can be done without the model."""
 
 from __future__ import annotations
 

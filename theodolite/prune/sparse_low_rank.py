@@ -6,10 +6,9 @@ of W D − S with the largest entries S of each row of W D − L, from S = 0; Ŵ
 The published code computes a full SVD each time. Here the first one is randomised (Halko, Martinsson & Tropp 2011,
 algorithm 4.4). W D − S is L of the step before where S is not zero, so its r leading singular values stand far above
 the others from the second step on, and one or two steps of subspace iteration, started from the last step's right
-singular vectors, give what the SVD would. Small matrices keep the full SVD: followed, those of a model
-128 wide took a fifth of the time, with 1.0015 times the error on average, and the model lost 2.42 nats at 70 % where
-it loses 2.24. An adder 256 wide, which is followed, loses 1.19 nats at 70 %, with `exact` 1.11, over nine calibration
-texts (difference 0.08 ± 0.05: not decided). Independent of models and texts.
+singular vectors, give what the SVD would. Small matrices keep the full SVD: followed, those of a model 128 wide took a
+fifth of the time, and the model lost 2.42 nats at 70 % where it loses 2.24. An adder 256 wide, which is followed, loses
+1.19 nats at 70 %, with `exact` 1.11 (difference over nine calibration texts 0.08 ± 0.05: not decided).
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ class SparseLowRank:
         return torch.addmm(sparse, left, right).to(self.sparse.dtype)
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """The budget of a matrix: the rank, the entries per row, and their pattern."""
 
     rank: int
@@ -118,8 +116,7 @@ def oats(
     many, and they are the share 1 − κ of the kept parameters: ρ = 1 − (N/M)/(1 − κ), the default for sparsity None.
     With a larger ρ, rows have the zeros of the formula above and the pattern holds too; a smaller one is refused.
 
-    An input that is always 0 is treated as the limit of a small one: no entries in the sparse part, its column of
-    the low-rank part the projection of W's column. If all are 0, all are weighted equally.
+    An input that is always 0 is treated as the limit of a small one. If all are 0, all are weighted equally.
 
     Args:
         weight: (outputs, inputs); computed in float32, or in float64 if it is that.
@@ -129,7 +126,7 @@ def oats(
             truncated SVD.
         iterations: alternations.
         pattern: N:M of the sparse part.
-        seed: of the random start, and of the random probes for directions that the tracked subspace misses.
+        seed: of the random start, and of the probes that check whether the tracked subspace is still the leading one.
         exact: a full SVD in every iteration, as published; then the seed plays no part.
 
     Raises:
@@ -212,7 +209,6 @@ def _mark_kept(
 ) -> None:
     """Set `mask` to 1 at the entries of largest |residual| that the budget and the pattern allow, else 0.
 
-    With a pattern, the best entries of each row among the best of each group are the best that satisfy both.
     `scores` is overwritten; all are numbers and there already, which takes a fifth of the time of a new mask.
     """
     torch.abs(residual, out=scores)
@@ -234,11 +230,7 @@ class Truncated(NamedTuple):
 
 
 def _step(target: Tensor, space: Tensor) -> Truncated:
-    """Do one step of subspace iteration.
-
-    Of all matrices whose columns lie in target · space, L is the nearest one to the target. That includes the best
-    one with rows in `space`, so a step never loses, whatever `space` is.
-    """
+    """Do one step of subspace iteration: of matrices with columns in target · space, L is the nearest to the target."""
     left = torch.linalg.qr(target @ space).Q
     right = left.mT @ target
     return Truncated(left, right, *torch.linalg.qr(right.mT))
@@ -247,8 +239,7 @@ def _step(target: Tensor, space: Tensor) -> Truncated:
 def truncated_svd(target: Tensor, rank: int) -> Truncated:
     """Compute the truncated SVD, up to a rotation of its factors, by a step from a basis of its right singular space.
 
-    That is found by a full SVD of the square factor of a QR decomposition: half the work for a tall matrix, and a
-    fourth for a wide one.
+    Of the square factor of a QR decomposition a full SVD is half the work for a tall matrix, a fourth for a wide one.
     """
     if not rank:
         space = target.new_empty(target.shape[1], 0)
@@ -275,10 +266,8 @@ def follow(target: Tensor, space: Tensor) -> Truncated | None:
         step = _step(target, space)
         sines = 1 - (space.mT @ step.space).square().sum(dim=0)
         size = step.factor.diagonal().abs()
-        if (
-            sines[size > _ROUNDING * torch.finfo(size.dtype).eps * size.max()].sum()
-            <= len(size) * _TOLERANCE**2
-        ):
+        counts = size > _ROUNDING * torch.finfo(size.dtype).eps * size.max()
+        if sines[counts].sum() <= len(size) * _TOLERANCE**2:
             return step
         space = step.space
     return None
@@ -287,8 +276,8 @@ def follow(target: Tensor, space: Tensor) -> Truncated | None:
 def misses(target: Tensor, low_rank: Truncated, generator: torch.Generator) -> bool:
     """Tell whether a direction outside of the subspace is larger than the least one inside.
 
-    Subspace iteration cannot see what is orthogonal to where it started. A few random probes can: the largest
-    singular value that they find in what is left over is a lower bound, so a truncated SVD never fails.
+    Subspace iteration cannot see what is orthogonal to where it started. A few random probes can: the largest singular
+    value that they find in what is left over is a lower bound.
     """
     left, right = low_rank.left, low_rank.right
     probes = torch.randn(right.shape[1], _PROBES, generator=generator, dtype=right.dtype, device=right.device)

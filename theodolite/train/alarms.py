@@ -1,7 +1,7 @@
 """Alarms of a training run: entropy collapse, rank collapse, vanishing signal.
 
 Each is judged from the values of the last few measurements (looks), never from a single one: the level is their median,
-the trend the Theil-Sen slope. Nothing is measured here, and nobody is warned; an `Alarm` is data with a message.
+the trend the Theil-Sen slope.
 """
 
 from __future__ import annotations
@@ -53,10 +53,8 @@ class Limits:
         entropy_alone: the same whatever the signal, but not of a head that is sharp on purpose (`PATTERN`).
         rank: ‖X − 1x̄ᵀ‖/‖X‖ of a layer; at 0.05 two tokens have a cosine of 0.9975.
         propagation: mean ρ of the last query of a head; 0.1 as for the regime of this name (`theory/regimes.py`).
-        entropy_falling: only below this does a fall of the entropy count; below `weak` one of ρ. A fall of the rank
-            never does: it dips and recovers in the first steps of healthy runs.
-        weak: ρ below which a signal is weak. Logits that spread symmetrically over less than the context's length
-            leave ½ of the keys propagating however sharp the head; healthy heads here had 0.45 or more.
+        entropy_falling: only below this does a fall of the entropy count; below `weak` one of ρ; one of the rank never.
+        weak: ρ below which a signal is weak; healthy heads had 0.45 or more.
         horizon: looks; a fall counts if it reaches the limit within so many.
     """
 
@@ -74,11 +72,10 @@ class Alarm:
     """An alarm: a head or a residual layer that collapses.
 
     Attributes:
-        step: the look at which it was noticed.
         kind: `ENTROPY`, `RANK` or `VANISHING`.
         layer, head: where; the head is None for a layer of the residual stream.
-        value: entropy over its maximum, relative residual, or ρ: the median of the last looks.
-        slope: its Theil-Sen slope a step.
+        value: entropy over its maximum, relative residual, or ρ: the median of the last looks; `slope`: its Theil-Sen
+            slope a step.
         collapsed: below the limit; else it is falling there, or the spectrum of W_QK says so.
     """
 
@@ -122,7 +119,7 @@ def alarm_lines(alarms: list[Alarm]) -> list[str]:
 class Alarms:
     """Raises alarms, look by look: one for each head or layer and kind until it has recovered.
 
-    And a second one, if it alarmed above the limit and then falls below it.
+    A second one comes if it alarmed above the limit and then falls below it.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:

@@ -1,7 +1,6 @@
 """The monitor and LocAteR inside the `transformers` Trainer: numbers go wherever the Trainer's own numbers go.
 
-A callback of `transformers` sees neither the Trainer nor its trackers, so the user introduces them: `attach`. Nothing
-is measured, judged or differentiated here.
+A callback of `transformers` sees neither the Trainer nor its trackers, so the user introduces them: `attach`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from theodolite.models.training.shards import is_of_deepspeed
 from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
 from theodolite.train.geometry import monitor_ids
-from theodolite.train.locater import Locater, Strength, checked_options
+from theodolite.train.locater import Locater, Strength, check_options
 from theodolite.train.monitor import GeometryMonitor, check_looks, monitor_batch
 from theodolite.train.penalty import Gradient
 from theodolite.train.ranks import Ranks
@@ -106,21 +105,16 @@ class GeometryCallback(TrackedCallback):
         GeometryCallback().attach(trainer)
         trainer.train()
 
-    The numbers of `scalars` go to the Trainer's trackers (TensorBoard and so on) and to `state.log_history` as
-    `geometry/entropy_mean` and so on, new alarms as the text `geometry/alarm`; the terminal is spared. Given to the
+    The numbers that `GeometryMonitor` returns go to the Trainer's trackers (TensorBoard and so on) and to
+    `state.log_history` as `geometry/entropy_mean` and so on, new alarms as the text `geometry/alarm`. Given to the
     Trainer as one of its `callbacks` instead of by `attach`, it works as well but the trackers get nothing. Every
-    head's and layer's go to `output_dir/geometry/*.jsonl`, with the loss that the Trainer logs. The model is looked
-    at without its wrappers, rounded as in training. Under `torchrun` every process reads its share of the monitor
-    batch; the statistics are those of the whole batch, the same on all of them, and the first one writes, logs and
-    warns.
+    head's and layer's go to `output_dir/geometry/*.jsonl`, with the loss that the Trainer logs. Under `torchrun` the
+    processes share the monitor batch; the first one writes, logs and warns.
 
     Args:
         ids: the monitor batch, token ids (contexts, positions); None: the first long enough rows of the training data,
             8 × 128 tokens.
-        attention_mask, position_ids: of a padded or packed monitor batch, as `GeometryReader` takes them.
-        every: optimizer steps between looks.
-        spectra_every: looks between those that also read every head's weights.
-        limits: the levels of alarm.
+        every, spectra_every, limits, attention_mask, position_ids: as in `GeometryMonitor`.
 
     Attributes:
         monitor: the `GeometryMonitor` of the training run under way, or of the last one.
@@ -140,7 +134,7 @@ class GeometryCallback(TrackedCallback):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
-        check_looks(every, spectra_every, limits)
+        check_looks(every, spectra_every)
         if ids is not None:
             monitor_ids(ids)
         self.monitor: GeometryMonitor | None = None
@@ -174,7 +168,8 @@ class GeometryCallback(TrackedCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Measure after a step, if a look is due."""
-        self._look(args, state, control)
+        if self.monitor is not None:
+            self._look(args, state, control)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Close the monitor."""
@@ -188,8 +183,7 @@ class GeometryCallback(TrackedCallback):
             self.monitor(state.global_step, loss)
 
     def _look(self, args: Any, state: TrainerState, control: Any) -> None:
-        if self.monitor is None:
-            return
+        assert self.monitor is not None
         numbers = self.monitor(state.global_step)  # every process, for they look together
         if not numbers or self.monitor.last is None or not state.is_world_process_zero:
             return
@@ -206,11 +200,8 @@ class LocaterCallback(TrackedCallback):
     """Adds LocAteR to the Trainer: `LocaterCallback(scale=1e-3, mean=1e-2).attach(trainer)` before training.
 
     At the beginning of every optimizer step the gradient of the penalty is put where the micro-batches then add
-    theirs. So it counts once a step, whatever the accumulation, the number of processes and how the loss is
-    averaged over tokens; it is clipped together with the loss's gradient, as that of a sum would be, and goes
-    through the loss scaling of float16. The loss that is logged stays that of the task; the penalty, with its
-    strengths, is logged beside it as `locater`: in `state.log_history`, on the terminal and in the trackers (not in
-    these if it is given to the Trainer as one of its `callbacks`, not by `attach`).
+    theirs. So it counts once a step, and is clipped and scaled (float16) together with the loss's gradient. The loss
+    that is logged stays that of the task; the penalty is logged beside it as `locater`.
 
     Arguments as in `Locater`; a function κ gets `state.global_step`. `locater` holds the penalty from the
     beginning of training on.
@@ -227,7 +218,8 @@ class LocaterCallback(TrackedCallback):
         layers: Iterable[int] | None = None,
         gradient: Gradient = "exact",
     ) -> None:
-        self._options = checked_options(scale, mean, layers, gradient)
+        check_options(scale, mean, gradient)
+        self._options: dict[str, Any] = {"scale": scale, "mean": mean, "layers": layers, "gradient": gradient}
         self.locater: Locater | None = None
         self._penalty: Tensor | None = None
         self._of_deepspeed: Any = None

@@ -1,7 +1,7 @@
 """One measurement (a look) of a model in training: its heads and residual stream, by the accumulators of a survey.
 
 `GeometryReader` reads a fixed batch (the monitor batch) in evaluation mode, and leaves the model as it was: modes,
-weights, gradients, hooks, random numbers. What is due or alarming is not decided here.
+weights, gradients, hooks, random numbers.
 """
 
 from __future__ import annotations
@@ -35,11 +35,8 @@ from theodolite.models.training.training_model import autocast_dtype, evaluation
 from theodolite.theory.regimes import UNDEFINED, regime
 from theodolite.train.ranks import Ranks
 
-QUERIES = 8
-"""Queries of a context, evenly spaced, whose own propagation is measured; the last query is one of them."""
-
-LEAST_LENGTH = QUERIES
-"""Tokens that a context must have at least, for its queries to be distinct."""
+QUERIES = LEAST_LENGTH = 8
+"""Queries of a context, evenly spaced, whose own propagation is measured; as many tokens it must have at least."""
 
 SPECTRA = (
     *(name for name in MOMENTS if name not in ("mean", "variance")),
@@ -83,22 +80,8 @@ class Geometry:
 class GeometryReader:
     """Measures a model in training on a fixed batch of tokens.
 
-    Args:
-        model: of any family that a survey reads; may be wrapped by DDP, DataParallel, `torch.compile` or PEFT. Any
-            other module as `open_module` gives it.
-        ids: token ids (contexts, positions).
-        attention_mask, position_ids: of padded or packed ids, as `Corpus.from_ids` takes them: each context is read by
-            itself, those of fewer than `LEAST_LENGTH` tokens are left out.
-        over_ranks: all processes of `torch.distributed` share the contexts, look together, and see the same. A
-            model whose weights are spread over them cannot be looked at otherwise.
-
-    A look rounds products as training does: by autocast where it is called, or by accelerate's mixed precision (the
-    Trainer's, too).
-
-    Raises:
-        UsageError: the model is of no supported family, or the ids do not fit it.
-        WorkError: its attention, computed from its queries, keys and values, is not its own, or is quantised in a way
-            that cannot be read.
+    Arguments and errors are those of `GeometryMonitor`. A look rounds products as training does: by autocast where it
+    is called, or by accelerate's mixed precision.
     """
 
     def __init__(
@@ -225,7 +208,7 @@ def _geometry(
 def _spectra(model: OpenModel, ranks: Ranks) -> dict[str, list[Any]]:
     """Read `SPECTRA` of every head, but for the bound; NaN where queries and keys are no affine function of the input.
 
-    To be called by all processes: weights that are spread are read by all, others by the first one alone.
+    Weights that are spread are read by all processes together, others by the first one alone.
     """
     columns: dict[str, list[Any]] = {name: [] for name in SPECTRA[:-1]}
     for layer in model.attending if ranks.first or is_spread(model.root) else ():
@@ -251,9 +234,7 @@ class LookSums(Hooks):
     def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool, longest: int) -> None:
         heads, contexts, distances = model.heads, len(tokens.ids), 2 * longest - 1
         self.length = longest
-        self.attention_statistics = AttentionStatistics(
-            model.layers, heads, self.length, contexts, examples=0
-        )
+        self.attention_statistics = AttentionStatistics(model.layers, heads, longest, contexts, examples=0)
         of_queries: dict[str, tuple[int, ...]] = {"propagation_queries": (heads,)}
         of_queries |= dict.fromkeys(("by_distance", "with_distance"), (heads, distances))
         self._parts: dict[str, LayerSums] = {
@@ -284,7 +265,7 @@ class LookSums(Hooks):
             self._parts["residual"].add(name, layer, sums[name])
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """Measure what attention reads: only the entropy bound needs its norm."""
+        """Measure the norm of what attention reads, for the entropy bound."""
         if self._spectra:
             self.attention_statistics.update_input(layer, hidden)
 
@@ -316,9 +297,8 @@ def query_sums(inputs: AttentionInputs, longest: int) -> State:
     """Measure `QUERIES` evenly spaced queries of each context, for every head, summed over contexts.
 
     propagation_queries (H): mean empirical ρ of each query over the keys that it sees (Bao et al. 2024, definition 1,
-    with T := t for query t); over keys first, then over queries. by_distance (H, D): mean attention over queries to
-    the key at one distance, of the distances that half of the queries have, in contexts of `longest` tokens or fewer;
-    with_distance (H, D): the contexts that have it.
+    with T := t for query t). by_distance (H, D): mean attention over queries to the key at one distance, of the
+    distances that half of the queries have; with_distance (H, D): the contexts that have it.
     """
     batch, heads, length, _ = inputs.query.shape
     device = inputs.query.device

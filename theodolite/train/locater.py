@@ -1,13 +1,7 @@
-"""LocAteR on a model, for a loop of one's own; `callbacks.py` puts it into the Trainer.
-
-The penalty itself is in `penalty.py`, and where a model keeps its factors is found by `models/weights/weight_map.py`.
-Nothing here computes either. No weight is changed: the optimizer does that.
-"""
+"""LocAteR on a model; `models/weights/weight_map.py` finds where it keeps its factors, `penalty.py` has the formula."""
 
 from __future__ import annotations
 
-import numbers
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,6 +29,7 @@ from theodolite.models.training.shards import (
 from theodolite.models.training.training_model import evaluation_mode, training_source
 from theodolite.models.weights.logit_rows import LogitRows
 from theodolite.models.weights.weight_map import Projection, Projections, find_projections
+from theodolite.system.choices import check_whole
 from theodolite.train.penalty import (
     Gradient,
     add_penalty_gradient,
@@ -42,7 +37,6 @@ from theodolite.train.penalty import (
     check_strength,
     head_moments,
     locater_penalty,
-    whole_step,
 )
 
 Strength = float | Callable[[int], float]
@@ -58,7 +52,7 @@ class Locater:
     Args:
         model: a `transformers` model of any family that a survey reads, as it is or inside DDP, DataParallel or
             `torch.compile`; any other module as `open_module` gives it. Its weights may be trained, loaded and moved to
-            another device afterwards; where modules are replaced (by adapters or quantised ones), a call says so.
+            another device afterwards; where modules are replaced, a call says so.
         scale: κ₁, on ‖W_QK‖_F². The paper's 100 is the strength for one head of a width of 128.
         mean: κ₂, on (tr W_QK − 1)².
         layers: which attention layers, counted from 0; None: all.
@@ -81,15 +75,15 @@ class Locater:
         layers: Iterable[int] | None = None,
         gradient: Gradient = "exact",
     ) -> None:
-        options = checked_options(scale, mean, layers, gradient)
-        self._strengths = {"scale": scale, "mean": mean}
+        check_options(scale, mean, gradient)
+        self._scale, self._mean = scale, mean
         self._gradient: Gradient = gradient
         source = training_source(model)
         self._model = inner = source.root
         with evaluation_mode(inner), on_a_few_tokens(source):
             structure = find_structure(source)
             calls = capture_calls(inner, structure, source.small_pass(1))
-            self.layers = _selected(options["layers"], structure)
+            self.layers = _selected(layers, structure)
             self._projections = find_projections(inner, structure, calls, self.layers)
         self._together = is_spread(inner)
         self._weights = [GatheredParameters(layer.places) for layer in self._projections]
@@ -110,8 +104,8 @@ class Locater:
 
         Raises:
             UsageError: a strength is a function and no step was given, or it gives a negative or no number; a module
-                that holds the weights was replaced after this was made, or all the weights have been frozen; the
-                gradients are DeepSpeed's to make, which leaves `add_gradient`.
+                that holds the weights was replaced, or all the weights have been frozen; the gradients are DeepSpeed's
+                to make, which leaves `add_gradient`.
         """
         strengths = self._strengths_at(step)
         if not self._together and all(p.dtype in (torch.float32, torch.float64) for p in self.parameters):
@@ -138,10 +132,9 @@ class Locater:
         Returns: the penalty.
 
         Raises:
-            UsageError: as a call does, or the factor is negative or no number, or DeepSpeed has no gradients now.
+            UsageError: as a call does, or DeepSpeed has no gradients now.
         """
         strengths = self._strengths_at(step)
-        check_strength("factor", factor)
         with torch.no_grad():
             if not self._together and all(map(_is_direct, self._projections)):
                 return _sum([self._added(layer, strengths, factor) for layer in self._projections])
@@ -208,17 +201,18 @@ class Locater:
         """Check that the penalty can be computed now; returns κ₁ and κ₂ at this step."""
         self._check_held()
         self._check_trained()
-        now: dict[str, float] = {}
-        for name, strength in self._strengths.items():
-            if callable(strength):
-                if step is None:
-                    raise UsageError(
-                        f"{name} is a function of the step: call the penalty with the steps done so far"
-                    )
-                strength = strength(whole_step(step))
-                check_strength(name, strength)
-            now[name] = strength
-        return now["scale"], now["mean"]
+
+        def now(name: str, strength: Strength) -> float:
+            if not callable(strength):
+                return strength
+            if step is None:
+                raise UsageError(
+                    f"{name} is a function of the step: call the penalty with the steps done so far"
+                )
+            check_strength(name, value := strength(step))
+            return value
+
+        return now("scale", self._scale), now("mean", self._mean)
 
 
 def _sum(penalties: list[Tensor]) -> Tensor:
@@ -246,7 +240,7 @@ def warm_up(strength: float, steps: int) -> Callable[[int], float]:
         UsageError: the strength is negative or no number, or there are no steps.
     """
     check_strength("strength", strength)
-    if isinstance(steps, bool) or not isinstance(steps, numbers.Real) or not steps >= 1:
+    if not steps >= 1:
         raise UsageError(f"steps is {steps!r}: a warm-up needs a number of steps, one or more")
     return lambda step: strength * min(step / steps, 1.0)
 
@@ -285,33 +279,25 @@ def _is_direct(layer: Projections) -> bool:
     )
 
 
-def checked_options(
-    scale: Strength, mean: Strength, layers: Iterable[int] | None, gradient: Gradient
-) -> dict[str, Any]:
-    """Check the options of a `Locater`, whatever the model; returns them, the layers as a list."""
+def check_options(scale: Strength, mean: Strength, gradient: Gradient) -> None:
+    """Raise `UsageError` where an option of a `Locater` is wrong whatever the model."""
     check_gradient(gradient)
     for name, strength in (("scale", scale), ("mean", mean)):
         if not callable(strength):
             check_strength(name, strength)
-    try:
-        listed = None if layers is None else list(layers)
-        listed = listed and [operator.index(layer) for layer in listed]
-    except TypeError as error:
-        raise UsageError(f"layers is {layers!r}: give a list of whole numbers, as [0, 1]") from error
-    return {"scale": scale, "mean": mean, "layers": listed, "gradient": gradient}
 
 
-def _selected(layers: list[int] | None, structure: Structure) -> list[int]:
+def _selected(layers: Iterable[int] | None, structure: Structure) -> list[int]:
     """Return the layers asked for, or all that attend; of those that share their matrices (ALBERT), the first."""
     count = len(structure.attention)
     first = {structure.attention_at(layer): layer for layer in reversed(structure.attending)}
-    selected = sorted(first.values()) if layers is None else layers
-    wrong = [layer for layer in selected if not 0 <= layer < count]
-    if wrong:
-        raise UsageError(f"layer {wrong[0]} does not exist: this model has layers 0 to {count - 1}")
+    selected = sorted(first.values()) if layers is None else list(layers)
+    check_whole(**{f"layers[{place}]": layer for place, layer in enumerate(selected)})
     if not selected or len(set(selected)) < len(selected):
         raise UsageError(f"layers is {selected}: name one layer or more, each once")
-    without = [layer for layer in selected if structure.attention[layer] is None]
-    if without:
-        raise UsageError(f"layer {without[0]} does not attend: leave it out of layers")
+    for layer in selected:
+        if not 0 <= layer < count:
+            raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {count - 1}")
+        if structure.attention[layer] is None:
+            raise UsageError(f"layer {layer} does not attend: leave it out of layers")
     return selected

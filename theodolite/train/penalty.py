@@ -1,18 +1,14 @@
 """LocAteR, the penalty of Bao et al. 2024 (section 6) that narrows the spectrum of every head's query-key matrix.
 
-`locater_penalty` works on the factors W_q and W_k, whoever holds them. It forms no d×d matrix, and it must not
-know of models: which parameters hold a head's factors is found in `theodolite.models.weights.weight_map`.
-
-Bao et al. keep tokens in columns and write W_QK = W_Qᵀ W_K with factors of shape (d_h, d); ours are (d, d_h) and
-W_QK = W_q W_kᵀ, the transpose of theirs. Both terms are the same for a matrix and its transpose.
+It works on the factors W_q and W_k, whoever holds them, and forms no d×d matrix. Bao et al. keep tokens in columns and
+write W_QK = W_Qᵀ W_K with factors of shape (d_h, d); ours are (d, d_h) and W_QK = W_q W_kᵀ, the transpose of theirs.
+Both terms are the same for a matrix and its transpose.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-import operator
-from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -42,12 +38,10 @@ def locater_penalty(
         scale: κ₁, the strength on the scale of the spectrum, in units of the loss.
         mean: κ₂, the strength on its mean.
         gradient: "exact", or "published" for the second term's gradient as printed in section 6,
-            κ₂ (tr W_QK − 1) tr(W_QK) W_k in place of 2 κ₂ (tr W_QK − 1) W_k. The printed one is wrong: it is no
-            gradient of this value, has a second fixed point at tr W_QK = 0 and drives a negative trace away from
-            1. For comparison with the paper only; the value is the same.
+            κ₂ (tr W_QK − 1) tr(W_QK) W_k in place of 2 κ₂ (tr W_QK − 1) W_k, which is no gradient of this value. For
+            comparison with the paper only; the value is the same.
 
     Computed with autocast off, in float32, or in float64 where the factors are; the result has that dtype.
-    ‖W_QK‖_F² = ⟨W_qᵀ W_q, W_kᵀ W_k⟩, so the cost is two products of O(d d_h²) a head.
 
     Raises:
         UsageError: the shapes do not fit, the factors are no real tensors, a strength is negative or no number, or
@@ -71,14 +65,6 @@ def check_strength(name: str, strength: float) -> None:
         raise UsageError(f"{name} is {strength!r}: give a number of 0 or more")
 
 
-def whole_step(step: Any) -> int:
-    """Return a step as an int; `UsageError` where it is not a whole number of 0 or more."""
-    with suppress(TypeError):
-        if (number := operator.index(step)) >= 0:
-            return number
-    raise UsageError(f"step is {step!r:.60}: give the optimizer steps done, a whole number of 0 or more")
-
-
 def penalty_of_moments(
     traces: Float[Tensor, "*heads"],
     squares: Float[Tensor, "*heads"],
@@ -99,11 +85,7 @@ def head_moments(
     w_q: Float[Tensor, "*layers heads width head_width"],
     w_k: Float[Tensor, "*layers key_heads width head_width"],
 ) -> tuple[Float[Tensor, "*layers heads"], Float[Tensor, "*layers heads"]]:
-    """Compute tr W_QK and ‖W_QK‖_F² of every query head, differentiable; shapes and dtype as in `locater_penalty`.
-
-    Raises:
-        UsageError: the shapes do not fit, or the factors are no real tensors.
-    """
+    """Compute tr W_QK and ‖W_QK‖_F² = ⟨W_qᵀ W_q, W_kᵀ W_k⟩ of every query head, as in `locater_penalty`."""
     check_real("w_q", w_q)
     check_real("w_k", w_k)
     fits = w_q.ndim == w_k.ndim >= 3 and w_q.shape[:-3] == w_k.shape[:-3] and w_q.shape[-2:] == w_k.shape[-2:]
@@ -133,9 +115,7 @@ def add_penalty_gradient(
     gradient: Gradient,
     factor: float = 1.0,
 ) -> Float[Tensor, ""]:
-    """Add the penalty's gradients, times `factor`, to `into_q` and `into_k`; returns the penalty.
-
-    They are views of gradients, or None where factors are not trained.
+    """Add the penalty's gradients, times `factor`, to views of gradients, or None of what is not trained; returns it.
 
     2κ₁ W_q (W_kᵀ W_k) + 2κ₂ (t − 1) W_k, t = tr W_QK, and the same for W_k: without a graph or a copy of them, which
     is half of what automatic differentiation takes.

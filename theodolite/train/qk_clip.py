@@ -1,7 +1,7 @@
 """QK-Clip (Kimi Team 2025, "Kimi K2", section 2.1): after an optimizer step, scale down heads with too large logits.
 
-For a loop of one's own (`QKClip`) and for the Trainer (`QKClipCallback`). How large logits are is measured by the
-monitor or by the caller; which rows of which weights make a head's logits is found by `models/weights/logit_rows.py`.
+How large logits are is measured by the monitor or by the caller; which rows of which weights make a head's logits is
+found by `models/weights/logit_rows.py`.
 """
 
 from __future__ import annotations
@@ -84,9 +84,8 @@ class QKClip:
 
         Args:
             largest: each head's largest logit (scaled, of the keys that its queries see), or a look of the monitor,
-                `monitor.last`, which tells it. A look clips once, one from a record of before not at all: until the
-                next one nothing is done. Where a layer has fewer heads, or does not attend, the rest of its row is
-                not looked at. All processes must give the same, as looks of a monitor with `over_ranks` are.
+                `monitor.last`, which tells it. A look clips once, one from a record of before not at all. Where a
+                layer has fewer heads, the rest of its row is not looked at. All processes must give the same.
 
         Raises:
             UsageError: another shape, a logit that is NaN or infinite, or a module that holds the weights was replaced.
@@ -120,12 +119,7 @@ class QKClip:
             by_layer = largest.heads.pivot(index="layer", columns="head", values="largest_logit")
             logits = torch.tensor(by_layer.reindex(range(shape[0])).to_numpy(), dtype=torch.float64)
         else:
-            try:
-                logits = torch.as_tensor(largest).detach().double().cpu()
-            except (TypeError, ValueError, RuntimeError):
-                raise UsageError(
-                    f"largest logits are {largest!r:.60}: give a tensor {shape}, (layers, heads)"
-                ) from None
+            logits = torch.as_tensor(largest).detach().double().cpu()
         if logits.shape != shape:
             raise UsageError(f"largest logits of shape {tuple(logits.shape)}: give {shape}, (layers, heads)")
         for layer, heads in enumerate(self._heads_of):
@@ -163,8 +157,8 @@ class QKClipCallback(GeometryCallback):
 
     def _look(self, args: Any, state: TrainerState, control: Any) -> None:
         super()._look(args, state, control)
-        if self.monitor is None or self.clip is None:
-            return
+        assert self.monitor is not None
+        assert self.clip is not None
         clipped = self.clip(self.monitor.last)
         if len(clipped) and state.is_world_process_zero:
             self._log(args, state, control, state.global_step, {f"{FOLDER}/clipped": float(len(clipped))})
@@ -172,7 +166,6 @@ class QKClipCallback(GeometryCallback):
 
 def checked_threshold(threshold: float) -> float:
     """Return the threshold; `UsageError` where it is not a number above 0."""
-    number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-    if not number or not 0 < threshold < math.inf:
+    if not isinstance(threshold, int | float) or not 0 < threshold < math.inf:
         raise UsageError(f"threshold is {threshold!r}: give a number above 0")
     return float(threshold)

@@ -1,7 +1,4 @@
-"""The processes of one training run: sum over all of them, or share what the first one computed.
-
-With one process nothing is sent and everything is as it was. What is summed is not known here.
-"""
+"""The processes of one training run: sum over all of them, or share what the first one computed."""
 
 from __future__ import annotations
 
@@ -40,9 +37,7 @@ class Ranks:
             return cls()
         rank, world = distributed.get_rank(), distributed.get_world_size()
         first = rank if heads is None else min(distributed.get_process_group_ranks(heads))
-        everyone: list[int] = [0] * world
-        distributed.all_gather_object(everyone, first)
-        teams = sorted(set(everyone))
+        teams = sorted(set(cls(rank, world)._of_all(first)))
         return cls(rank, world, teams.index(first), len(teams), rank == first)
 
     @property
@@ -55,46 +50,32 @@ class Ranks:
         return ids[self.team :: self.teams]
 
     def totals(self, values: dict[str, Tensor], maxima: frozenset[str] = frozenset()) -> dict[str, Tensor]:
-        """Sum every tensor over the processes, or take its maximum, in float64 on the CPU.
-
-        Names and shapes must be the same everywhere.
-        """
-        values = {name: value.double().cpu() for name, value in values.items()}
-        if self.world == 1:
-            return values
-        for operation, largest in ((distributed.ReduceOp.SUM, False), (distributed.ReduceOp.MAX, True)):
-            if names := [name for name in values if (name in maxima) == largest]:
-                flat = torch.cat([values[name].flatten() for name in names]).to(_device())
-                distributed.all_reduce(flat, operation)
-                parts = flat.cpu().split([values[name].numel() for name in names])
-                values |= {name: part.view_as(values[name]) for name, part in zip(names, parts, strict=True)}
-        return values
+        """Sum every tensor over the processes, or take its maximum, in float64 on the CPU."""
+        everyone = self._of_all({name: value.double().cpu() for name, value in values.items()})
+        stacked = {name: torch.stack([each[name] for each in everyone]) for name in values}
+        return {name: of.amax(0) if name in maxima else of.sum(0) for name, of in stacked.items()}
 
     def from_first(self, compute: Callable[[], Answer]) -> Answer:
         """Return on all processes the result of `compute` on the first one, or raise what it raises there."""
-        if self.world == 1:
-            return compute()
-        answers: list[Answer | TheodoliteError | None] = [None]
+        answer: Any = None
         if self.first:
             try:
-                answers[0] = compute()
+                answer = compute()
             except TheodoliteError as error:
-                answers[0] = error
-        distributed.broadcast_object_list(answers, src=0, device=_device())
-        if isinstance(answers[0], TheodoliteError):
-            raise answers[0]
-        return answers[0]  # type: ignore[return-value]
+                answer = error
+        answer = self._of_all(answer)[0]
+        if isinstance(answer, TheodoliteError):
+            raise answer
+        return answer  # type: ignore[no-any-return]
 
     def raise_any(self, error: TheodoliteError | None) -> None:
         """Raise on all processes what any of them has to raise: else the others would wait for it for ever."""
-        errors = [error] * self.world
-        if self.world > 1:
-            distributed.all_gather_object(errors, error)
-        for failure in filter(None, errors):
+        for failure in filter(None, self._of_all(error)):
             raise failure
 
-
-def _device() -> torch.device:
-    """Return the device that tensors are sent from: NCCL takes those of this process's GPU only."""
-    nccl = "nccl" in str(distributed.get_backend())
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    def _of_all(self, own: Answer) -> list[Answer]:
+        """Return what each process has."""
+        gathered = [own] * self.world
+        if self.world > 1:
+            distributed.all_gather_object(gathered, own)
+        return gathered
