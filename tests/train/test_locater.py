@@ -141,7 +141,6 @@ def test_strengths_may_be_functions_of_the_step():
         ({"scale": float("nan")}, "scale is nan"),
         ({"scale": "a"}, "scale is 'a': give a number of 0 or more"),
         ({"mean": 1j}, "mean is 1j: give a number"),
-        ({"gradient": "printed"}, "choose exact or published"),
     ],
 )
 def test_a_wrong_call_is_refused(arguments, words):

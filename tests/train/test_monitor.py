@@ -20,9 +20,8 @@ from tests import checkpoints
 from tests.processes import ranks
 from theodolite.errors import UsageError, WorkError
 from theodolite.train import GeometryCallback, QKClipCallback, warm_up
-from theodolite.train.geometry import Geometry
+from theodolite.train.geometry import Geometry, Ranks
 from theodolite.train.monitor import GeometryMonitor, GeometryWarning, RecordWarning, monitor_batch, scalars
-from theodolite.train.ranks import Ranks
 
 IDS = torch.randint(checkpoints.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
 

@@ -46,7 +46,7 @@ Bars = Callable[..., AbstractContextManager[ShowStage]]
 
 @dataclass(frozen=True)
 class Questions:
-    """The tasks that every model is evaluated on, besides the loss on a text.
+    """What every model is asked: the tasks, and how a text is read.
 
     Attributes:
         tasks: names; `few-shot` are the word tasks of this package, all others are lm-eval tasks.
@@ -81,11 +81,6 @@ class Questions:
         """True if lm-eval is asked anything."""
         return bool(self.of_lm_eval or self.folder)
 
-    @property
-    def lm_eval_batch(self) -> int:
-        """Requests per forward pass of lm-eval."""
-        return BATCH if self.batch is None else self.batch
-
     def check(self) -> None:
         """Raise `UsageError` where a task of this package cannot be asked so."""
         if NAME in self.tasks and max(self.shots) > MOST_SHOTS:
@@ -97,18 +92,14 @@ class Questions:
         """Raise `UsageError` where a model cannot be asked; it does not run."""
         check_predicts(model)
         if self.asks_lm_eval:
-            check_asked(model, self.lm_eval_batch, self.limit, self.chat_template)
+            check_asked(model, BATCH if self.batch is None else self.batch, self.limit, self.chat_template)
         if corpus is not None:
             loss_rows(model, corpus, **_windows(model, self)[0], batch=self.batch)
         if NAME in self.tasks:
             prompts_for(model, self.prompts, self.seed, max(self.shots)).asked_of(model, self.batch)
 
 
-BEGINNINGS = {
-    "windows": ", each after {}",
-    "text": ", {} before the text alone",
-    "none": ", without {}",
-}
+BEGINNINGS = {"windows": ", each after {}", "text": ", {} before the text alone", "none": ", without {}"}
 """What begins as the tokenizer begins a text, and how that is said of a tokenizer that puts special tokens there."""
 
 
@@ -195,7 +186,7 @@ def _by_lm_eval(model: OpenModel, questions: Questions, shots: int) -> list[Scor
             questions.of_lm_eval,
             [shots],
             folder=questions.folder,
-            batch=questions.lm_eval_batch,
+            batch=BATCH if questions.batch is None else questions.batch,
             limit=questions.limit,
             download=questions.download,
             chat_template=questions.chat_template,
@@ -228,7 +219,7 @@ def tables(scores: pd.DataFrame) -> list[Table]:
 
 
 def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
-    last_parts = {model: model_name(model) for model in dict.fromkeys(rows["model"])}
+    last_parts = {model: model_name(model) for model in rows["model"].unique()}
     several = Counter(last_parts.values())  # models may share the last part of their path
     compared = bool(rows["difference"].notna().any())
     caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
@@ -242,19 +233,15 @@ def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
     shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("shots", justify="right")
     shown.add_column("model", overflow="fold")
-    for name in ("value", *(["difference"] if compared else [])):
+    for name in ("value", "difference") if compared else ("value",):
         shown.add_column(name, justify="right", no_wrap=True)
     for shots, block in rows.groupby("shots", sort=False):
-        before = str(shots)
-        for row in block.to_dict(orient="records"):
-            values = [with_error(row["value"], row["value_se"])]
-            if compared:
-                known = math.isfinite(row["difference"])
-                values.append(with_error(row["difference"], row["difference_se"]) if known else "")
-            name = last_parts[row["model"]]
-            name = name if several[name] == 1 else row["model"]
-            shown.add_row(before, escape(visible(name)), *values)
-            before = ""  # only in the first row
+        for place, row in enumerate(block.itertuples()):
+            name = last_parts[row.model] if several[last_parts[row.model]] == 1 else row.model
+            values = [with_error(row.value, row.value_se)]
+            if compared and math.isfinite(row.difference):
+                values.append(with_error(row.difference, row.difference_se))
+            shown.add_row("" if place else str(shots), escape(visible(name)), *values)
         if len(last_parts) > 1:
             shown.add_section()
     return shown

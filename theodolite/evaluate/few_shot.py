@@ -1,7 +1,6 @@
 """Accuracy of a causal model after 0, 1, … examples, on word tasks that need no download (`assets/few-shot.tsv`).
 
-A prompt is lines of one task, as `France: Paris`: each line is a question with the lines before it as examples. Prompts
-depend on the seed alone, so that models are compared on the same ones.
+A prompt is lines of one task, as `France: Paris`: each line is a question with the lines before it as examples.
 """
 
 from __future__ import annotations
@@ -31,13 +30,11 @@ from theodolite.system.progress import ShowProgress
 
 NAME = "few-shot"
 
-MOST_SHOTS = 16
-"""Examples before the last line of a prompt, at the most."""
+MOST_SHOTS, PROMPTS = 16, 100
+"""Examples before the last line of a prompt, at the most; prompts of each task."""
 
-PROMPTS = 100
-"""Of each task."""
-
-TOKENS_A_PASS = 2048  # logits of as many tokens are in memory
+TOKENS_A_PASS = 2048
+"""Logits of as many tokens are in memory."""
 
 
 @functools.cache
@@ -69,9 +66,7 @@ class FewShotPrompts:
     def draw(
         cls, tokenizer: Any, prompts: int = PROMPTS, seed: int = 0, shots: int = MOST_SHOTS
     ) -> FewShotPrompts:
-        """Draw so many prompts of each task, of `shots` examples, the lines of each without repetition.
-
-        Prompts of fewer examples are the beginnings of those of more.
+        """Draw so many prompts of each task, of `shots` examples, by the seed alone; those of fewer begin alike.
 
         Raises:
             UsageError: the tokenizer does not say where its tokens stand in the text, or a number is out of range.
@@ -106,10 +101,7 @@ class FewShotPrompts:
         return cls(tuple(tasks), padded(rows, 0), torch.from_numpy(np.stack(answers)))
 
     def asked_of(self, model: OpenModel, batch: int | None = None) -> Rows[slice]:
-        """Return the steps of asking a model as it is now, a prompt each: `right`, of all prompts and lines.
-
-        `batch` prompts per forward pass; None: `TOKENS_A_PASS` tokens' worth.
-        """
+        """Return the steps of asking a model as it is now, a prompt each: `right`, of all prompts and lines."""
         if batch is not None and batch < 1:
             raise UsageError(f"a batch of {batch} prompts reads nothing: use --batch 1 or more")
         size = batch or max(1, TOKENS_A_PASS // self.ids.shape[1])
@@ -123,10 +115,9 @@ class FewShotPrompts:
     def right(
         self, model: OpenModel, part: slice, ids: Int[Tensor, "prompts positions"]
     ) -> Bool[Tensor, "prompts lines"]:
-        """Mark the answers of which each token is the most likely one, as greedy decoding writes it.
+        """Mark the answers of some prompts of which each token is the most likely one, as greedy decoding writes it.
 
-        Args:
-            part: which prompts are asked. ids: their tokens; what is behind the longest of them may be left out.
+        `ids`: their tokens; what is behind the longest of them may be left out.
         """
         first, behind = (self.answers[part] - 1).unbind(dim=-1)  # from where an answer's tokens are predicted
         places = torch.arange(ids.shape[1])
@@ -192,11 +183,9 @@ def few_shot_scores(
     whole = {NAME: np.mean(list(answers.values()), axis=0)}
     scores = []
     for task, right in (whole | {f"{NAME}, {task}": of for task, of in answers.items()}).items():
+        asked = f"{task} {len(right)} {seed}"
         for number in shots:
             each = right[:, number].astype(np.float64)
-            value, error = mean_and_error(each)
-            questions = f"{task} {len(each)} {seed}"
-            scores.append(
-                Score(name, task, number, "accuracy", value, error, len(each), batch or 0, questions, each)
-            )
+            measured = (*mean_and_error(each), len(each), batch or 0, asked, each)
+            scores.append(Score(name, task, number, "accuracy", *measured))
     return scores

@@ -15,13 +15,7 @@ from jaxtyping import Float
 from theodolite.errors import UsageError
 from theodolite.jobs.job import Job, Stage, Steps
 from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
-from theodolite.system.files import (
-    CorruptFile,
-    disk_errors,
-    json_digest,
-    read_json_checked,
-    write_json_checked,
-)
+from theodolite.system import files
 from theodolite.system.progress import ShowStage
 
 COLUMNS = (
@@ -37,8 +31,7 @@ class Score:
     Attributes:
         task: a corpus, a word task, or a task of lm-eval; `shots`: examples in each prompt.
         value, error: with its standard error (NaN where unknown).
-        count: contexts, prompts or documents, the sample of the error.
-        batch: how many of them per forward pass.
+        count: contexts, prompts or documents, the sample of the error; `batch`: of them per forward pass.
         questions: hash of the questions; models are comparable where it is equal.
         each: (count,) numbers whose mean is the value, or None.
         version: of the task; `cut`: prompts truncated at the start to fit the model's positions.
@@ -67,8 +60,7 @@ SCHEMA_VERSION = 1
 class Evaluation:
     """The scores in a JSON file, and beside it the job that measures what is not there yet; without a path, in memory.
 
-    `UsageError` where the file holds something else. A key is all that determines scores: fingerprints of model and
-    questions, and package versions.
+    A key is all that determines scores: fingerprints of model and questions, and package versions.
     """
 
     def __init__(self, out: Path | None) -> None:
@@ -78,14 +70,14 @@ class Evaluation:
         if out is None or not out.exists():
             return
         try:
-            read = read_json_checked(out)
+            read = files.read_json_checked(out)
             if read["schema_version"] != SCHEMA_VERSION:
                 raise ValueError
             for row in read["measured"]:
                 scores = [score_of_json(score) for score in row["scores"]]
-                self._measured[json_digest(row["key"])] = row["key"], scores
-        except (CorruptFile, ValueError, KeyError, TypeError, AttributeError) as error:
-            why = f" ({error})" if isinstance(error, CorruptFile) else ""
+                self._measured[files.json_digest(row["key"])] = row["key"], scores
+        except (files.CorruptFile, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f" ({error})" if isinstance(error, files.CorruptFile) else ""
             raise UsageError(
                 f"{out} is not an evaluation file{why}: choose another --out or remove it"
             ) from error
@@ -102,7 +94,7 @@ class Evaluation:
 
         `make` makes the steps that measure them, which are called `title`; `scores_in` reads their state and notes.
         """
-        name = json_digest(key)
+        name = files.json_digest(key)
 
         def measure() -> list[Score]:
             states = Job([Stage(name, title, lambda _: make())], self._work, show_progress).run()
@@ -112,26 +104,23 @@ class Evaluation:
 
     def kept(self, key: dict[str, Any], measure: Callable[[], list[Score]]) -> list[Score]:
         """Return the scores with this key: known, or measured now, and then in the file at once."""
-        name = json_digest(key)
+        name = files.json_digest(key)
         if name not in self._measured:
             self._measured[name] = key, measure()
-            self._write()
+            if self._out is not None:
+                rows = [
+                    {"key": key, "scores": [score_as_json(score) for score in scores]}
+                    for _, (key, scores) in sorted(self._measured.items())
+                ]
+                with files.disk_errors(self._out):
+                    self._out.parent.mkdir(parents=True, exist_ok=True)
+                    values = {"schema_version": SCHEMA_VERSION, "measured": rows}
+                    files.write_json_checked(self._out, values, indent=None)
         if self._measured.keys() >= set(
             self._work.names()
         ):  # what was begun, and is not asked for now, stays
             self._work.remove()
         return self._measured[name][1]
-
-    def _write(self) -> None:
-        if self._out is None:
-            return
-        rows = [
-            {"key": key, "scores": [score_as_json(score) for score in scores]}
-            for _, (key, scores) in sorted(self._measured.items())
-        ]
-        with disk_errors(self._out):
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            write_json_checked(self._out, {"schema_version": SCHEMA_VERSION, "measured": rows}, indent=None)
 
 
 def score_as_json(score: Score) -> dict[str, Any]:
@@ -159,14 +148,12 @@ def table(scores: Sequence[Score]) -> pd.DataFrame:
     The difference is to the first model with the same questions; its error is that of the mean paired difference. Both
     are NaN for that model itself, and where the value is not a mean over questions.
     """
-    rows: list[dict[str, Any]] = []
     first_of: dict[tuple[Any, ...], Score] = {}
+    rows = []
     for score in scores:
         first = first_of.setdefault((score.task, score.shots, score.metric, score.questions), score)
         difference, error = math.nan, math.nan
         if first.model != score.model and first.each is not None and score.each is not None:
             difference, error = mean_and_error(score.each - first.each)
-        compared = {"value_se": score.error, "difference": difference, "difference_se": error}
-        row = vars(score) | compared
-        rows.append({name: row[name] for name in COLUMNS})
-    return pd.DataFrame(rows)
+        rows.append(vars(score) | {"value_se": score.error, "difference": difference, "difference_se": error})
+    return pd.DataFrame(rows, columns=list(COLUMNS))

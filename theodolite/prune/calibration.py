@@ -44,17 +44,13 @@ SUMMED_AT_ONCE = 256
 class BlockByBlock:
     """The calibration contexts on their way through the blocks, batch by batch, and the witness beside them.
 
-    The blocks of the model may be changed between calls.
+    The blocks of the model may be changed between calls. `WorkError` where they cannot be run one by one.
 
     Args:
         between: called after every batch; it may raise to stop.
         folder: keep hidden states in files without a name there, which memory holds as far as it has room; None: in
             memory.
         rounded: take the products in bfloat16 (`torch.autocast`), all but those of the witness.
-
-    Raises:
-        WorkError: the family computes something between its blocks, so that they cannot be run one by one; or the
-            folder, which is made, cannot be written to.
     """
 
     def __init__(
@@ -160,8 +156,7 @@ class _AllInputsSeen(Exception):
 class InputMoments:
     """Sums over the inputs of the matrices of one block; those with the same inputs (W_Q, W_K and W_V) share one.
 
-    `damping`: of the factors of the full moments, which are centred while summing, so that a large common offset loses
-    no precision; None: diagonals only.
+    `damping`: of the factors of the full moments, centred while summing; None: diagonals only.
     """
 
     def __init__(self, matrices: Sequence[Matrix], damping: float | None = None) -> None:
@@ -176,11 +171,9 @@ class InputMoments:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collect the inputs of products with the matrices in one run of the block.
-
-        Where the first run used each matrix once, the others are left before the last product: of a gated MLP that
-        saves a quarter of the work.
-        """
+        """Collect the inputs of products with the matrices in one run of the block."""
+        # Where the first run used each matrix once, the others are left before the last product: of a gated MLP that
+        # saves a quarter of the work.
         self._uses.clear()
         with suppress(_AllInputsSeen), TappedProducts(self._add):
             yield

@@ -30,41 +30,23 @@ from torch import Tensor
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import OpenModel
+from theodolite.models.stored import factored
 from theodolite.models.stored.checkpoint_tensors import save_config, save_model
-from theodolite.models.stored.factored import (
-    BLOCK,
-    DENSE,
-    PrunedMatrix,
-    dense_tensors,
-    is_factored,
-    packed_block,
-    read_matrices,
-    unpacked_block,
-)
+from theodolite.models.stored.factored import PrunedMatrix
 from theodolite.models.stored.loading import without_progress_bars
 from theodolite.models.weights.block_matrices import Matrix
 from theodolite.sinks.interventions import Factors
-from theodolite.system import embedded
+from theodolite.system import embedded, files
 from theodolite.system.checkpoint_folders import ADAPTER, ADAPTER_FILES, SETTINGS, exists_already
-from theodolite.system.files import (
-    CHECKSUMS,
-    bytes_digest,
-    folder_written_atomically,
-    read_bytes_checked,
-    read_checked,
-    read_json_checked,
-    write_checked,
-    write_json_checked,
-)
 from theodolite.system.run_folders import differences
 
 TABLE = "pruning.parquet"
 
-LOW_RANK = "low_rank/" + BLOCK
-"""In a folder of their own: a server takes whatever safetensors lie beside the weights for weights."""
+NAME = Path(factored.BLOCK).stem
+"""A finished block's, in unfinished work."""
 
-SECONDS = "seconds"
-"""The part of unfinished work that says how long the blocks took: their own files are the same whoever made them."""
+LOW_RANK = "low_rank/" + factored.BLOCK
+"""In a folder of their own: a server takes whatever safetensors lie beside the weights for weights."""
 
 COMPANIONS = (
     "*.json *.jinja vocab* merges* *.md *.model *.tiktoken LICENSE* NOTICE* README* "
@@ -110,8 +92,7 @@ class Pruned:
     def factors(self, layer: int) -> Factors:
         """Give a block's low-rank parts of W_Q, W_K, W_V, for `interventions.without_low_rank(factors=…)`.
 
-        Raises:
-            UsageError: there are none: a method other than OATS, rank 0, or no such block.
+        `UsageError` where there are none: a method other than OATS, rank 0, or no such block.
         """
         parts = self._low_rank_of(layer) if (self.table["layer"] == layer).any() else {}
         factors = {name: parts[layer, name] for name in "qkv" if (layer, name) in parts}
@@ -121,18 +102,14 @@ class Pruned:
 
     @classmethod
     def load(cls, folder: str | Path) -> Pruned:
-        """Read the record from the folder of a pruned checkpoint, whose weights `open_model` opens.
-
-        Raises:
-            UsageError: the folder holds none, or it is damaged.
-        """
+        """Read the record from the folder of a pruned checkpoint, whose weights `open_model` opens; or `UsageError`."""
         folder = Path(folder)
         if not (folder / SETTINGS).is_file():
             raise UsageError(f"no pruned checkpoint at {folder}: give a folder that `theodolite prune` wrote")
         try:
-            provenance = read_json_checked(folder / SETTINGS)
-            sums = provenance.pop(CHECKSUMS, None) or {}
-            table = pd.read_parquet(BytesIO(read_bytes_checked(folder / TABLE, sums)))
+            provenance = files.read_json_checked(folder / SETTINGS)
+            sums = provenance.pop(files.CHECKSUMS, None) or {}
+            table = pd.read_parquet(BytesIO(files.read_bytes_checked(folder / TABLE, sums)))
             for layer in table["layer"].unique().tolist():
                 _read_low_rank(folder, sums, layer)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
@@ -153,12 +130,12 @@ def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> LowRank:
 
 def _read_low_rank(folder: Path, sums: Mapping[str, str], layer: int) -> LowRank:
     """Read a block's low-rank parts from a checkpoint; a block without any has no file."""
-    if is_factored(folder):
-        return low_rank_of(layer, read_matrices(folder / BLOCK.format(layer))[0])
+    if factored.is_factored(folder):
+        return low_rank_of(layer, factored.read_matrices(folder / factored.BLOCK.format(layer))[0])
     name = LOW_RANK.format(layer)
     if name not in sums:
         return {}
-    tensors, _ = read_checked(folder / name, sums[name])
+    tensors, _ = files.read_checked(folder / name, sums[name])
     keys = dict.fromkeys(name.split("/", 1)[1].rpartition("/")[0] for name in tensors)
     return {(layer, key): (tensors[f"{layer}/{key}/left"], tensors[f"{layer}/{key}/right"]) for key in keys}
 
@@ -183,9 +160,7 @@ class UnfinishedPruning(Unfinished):
     def finished(self, form: str) -> Pruned | None:
         """Give the record of this pruning where `OUT` has it, and remove what a process killed at its end has left.
 
-        Raises:
-            UsageError: `OUT` holds something else, is in another format, or damaged; or `OUT.partial` holds another
-                pruning.
+        `UsageError` where `OUT` holds something else or is damaged, or `OUT.partial` holds another pruning.
         """
         if self.out.is_dir() and not any(self.out.iterdir()):
             self.out.rmdir()
@@ -193,7 +168,7 @@ class UnfinishedPruning(Unfinished):
             self.begin()
             return None
         try:
-            provenance = read_json_checked(self.out / SETTINGS)
+            provenance = files.read_json_checked(self.out / SETTINGS)
             there = _options(provenance["fingerprint"]) | {"format": provenance["pruning"]["format"]}
         except (ValueError, KeyError, TypeError):
             raise exists_already(self.out) from None
@@ -208,25 +183,17 @@ class UnfinishedPruning(Unfinished):
         self.remove()
         return written
 
-    @property
-    def seconds(self) -> float:
-        """Seconds spent on the finished blocks."""
-        return float(self.notes(SECONDS).get(SECONDS, 0.0))
-
     def block(self, layer: int) -> tuple[list[PrunedMatrix], TableRows] | None:
         """Read the matrices of a finished block and their rows of the table, or None; `UsageError` if it is damaged."""
-        part = self.load(_name(layer))
+        part = self.load(NAME.format(layer))
         if part is None:
             return None
-        matrices, notes = unpacked_block(*part)
+        matrices, notes = factored.unpacked_block(*part)
         return matrices, notes["rows"]
 
-    def save_block(
-        self, layer: int, matrices: Sequence[PrunedMatrix], rows: TableRows, seconds: float
-    ) -> None:
+    def save_block(self, layer: int, matrices: Sequence[PrunedMatrix], rows: TableRows) -> None:
         """Save a finished block atomically."""
-        self.save(_name(layer), *packed_block(matrices, {"rows": rows}))
-        self.save(SECONDS, {}, {SECONDS: seconds})
+        self.save(NAME.format(layer), *factored.packed_block(matrices, {"rows": rows}))
 
     def matrices(self, layer: int) -> list[PrunedMatrix]:
         """Read the matrices of a finished block."""
@@ -261,16 +228,16 @@ class UnfinishedPruning(Unfinished):
     ) -> Pruned:
         """Write `OUT` atomically, remove the progress, and read the record with folder and sizes."""
         sums: dict[str, str] = {}
-        with folder_written_atomically(self.out) as folder, without_progress_bars():
+        with files.folder_written_atomically(self.out) as folder, without_progress_bars():
             if form == "factored":
                 save_config(model.hf, folder)
                 names = set(pruned.table["parameter"])
-                tensors = dense_tensors(model.hf, names)
+                tensors = factored.dense_tensors(model.hf, names)
                 for layer in range(model.layers):
                     if model.streamed is not None:
                         tensors |= model.streamed.tensors(layer, names)
-                    shutil.copyfile(self.path(_name(layer)), folder / BLOCK.format(layer))
-                save_file(tensors, folder / DENSE, {"format": "pt"})
+                    shutil.copyfile(self.path(NAME.format(layer)), folder / factored.BLOCK.format(layer))
+                save_file(tensors, folder / factored.DENSE, {"format": "pt"})
             else:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
                     if model.streamed is None:
@@ -285,7 +252,7 @@ class UnfinishedPruning(Unfinished):
                         for (_, key), both in low_rank_of(layer, self.matrices(layer)).items()
                         for side, factor in zip(("left", "right"), both, strict=True)
                     }
-                    sums[name] = write_checked(folder / name, factors)
+                    sums[name] = files.write_checked(folder / name, factors)
             if form == ADAPTER:
                 blocks = map(self.matrices, range(model.layers))
                 _write_adapter(folder / ADAPTER, model, blocks, self.out)
@@ -298,8 +265,8 @@ class UnfinishedPruning(Unfinished):
             }
             provenance = pruned.provenance | {"pruning": pruned.provenance["pruning"] | sizes}
             pruned.table.to_parquet(folder / TABLE, index=False)
-            sums[TABLE] = bytes_digest((folder / TABLE).read_bytes())
-            write_json_checked(folder / SETTINGS, provenance | {CHECKSUMS: sums})
+            sums[TABLE] = files.bytes_digest((folder / TABLE).read_bytes())
+            files.write_json_checked(folder / SETTINGS, provenance | {files.CHECKSUMS: sums})
             for path in folder.rglob("*.safetensors"):  # written readable by their owner only
                 shutil.copymode(folder / SETTINGS, path)
         self.remove()
@@ -325,10 +292,6 @@ def _copy_companions(model: OpenModel, folder: Path) -> None:
         model.tokenizer.save_pretrained(folder)
 
 
-def _name(layer: int) -> str:
-    return Path(BLOCK.format(layer)).stem
-
-
 def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """Return a fingerprint with each setting under its own name."""
     return {name: value for name, value in fingerprint.items() if name != "pruning"} | fingerprint["pruning"]
@@ -342,11 +305,10 @@ def _in_adapter(matrix: PrunedMatrix) -> bool:
 def _write_adapter(
     folder: Path, model: OpenModel, blocks: Iterable[Sequence[PrunedMatrix]], base: Path
 ) -> None:
-    """Write the low-rank parts as PEFT's `PeftModel.from_pretrained(model, folder)` reads them.
+    """Write the low-rank parts as PEFT's `PeftModel.from_pretrained(model, folder)` reads them; `base` has the sparse.
 
     Of a module that W_Q, W_K and W_V share, B holds the left factors side by side, each in the rows of its own outputs,
-    and A the right ones below each other: rank r_Q + r_K + r_V. lora_alpha is the rank of each module, so that what
-    PEFT adds is B A itself. `base` is where the sparse parts will lie.
+    and A the right ones below each other. lora_alpha is the rank of each module, so that what PEFT adds is B A itself.
     """
     from peft import LoraConfig
     from peft.utils import TaskType
@@ -363,12 +325,11 @@ def _write_adapter(
             weight: Any = model.hf.get_submodule(name).weight
             a = torch.cat([part.right.cpu() for part in parts if part.right is not None])
             b = torch.zeros(weight.shape[parts[0].dimension], len(a), dtype=a.dtype)
-            column = 0
-            for part in parts:
+            columns = b.split([part.left.shape[1] for part in parts if part.left is not None], dim=1)
+            for part, column in zip(parts, columns, strict=True):
                 assert part.left is not None
                 rows = torch.arange(len(b)) if part.rows is None else part.rows.cpu()
-                b[rows, column : column + part.left.shape[1]] = part.left.cpu()
-                column += part.left.shape[1]
+                column[rows] = part.left.cpu()
             ranks[name] = len(a)
             tensors[f"base_model.model.{name}.lora_A.weight"] = a
             tensors[f"base_model.model.{name}.lora_B.weight"] = b

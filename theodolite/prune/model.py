@@ -25,6 +25,7 @@ from theodolite.models.stored.factored import PrunedMatrix
 from theodolite.models.weights.block_matrices import Matrix, block_matrices, left_dense, one_expert_at_a_time
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
 from theodolite.passes.run import describe_corpus, describe_model, describe_pass
+from theodolite.prune import methods
 from theodolite.prune.calibration import BlockByBlock, InputMoments, Moments
 from theodolite.prune.checkpoint import (
     LowRank,
@@ -33,16 +34,6 @@ from theodolite.prune.checkpoint import (
     UnfinishedPruning,
     low_rank_of,
     write_block,
-)
-from theodolite.prune.methods import (
-    check_ratio,
-    check_sparsity,
-    magnitude,
-    pattern_of,
-    precision_of,
-    sparsegpt,
-    sparsity_of,
-    wanda,
 )
 from theodolite.prune.options import (
     DAMPING,
@@ -121,7 +112,8 @@ def prune_model(
             quantised or under an intervention, or `out` holds something else.
         WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
-    options = PruningOptions.among(locals())  # a test says that they agree
+    of_oats = pattern, rank_ratio, iterations, seed
+    options = PruningOptions(method, sparsity, *of_oats, damping, exact, skip, out, form, batch)
     pruning = _Pruning(model, corpus, options, show_progress)
     if options.out is None:
         return pruning.run(None)
@@ -140,23 +132,20 @@ def prune_model(
 def check_shares(sparsity: Sparsity, rank_ratio: RankRatio, blocks: int) -> None:
     """Raise `UsageError` where shares are out of range, or of other blocks; those by a function are not asked."""
     if not callable(rank_ratio):
-        check_ratio(rank_ratio)
+        methods.check_ratio(rank_ratio)
     shares = sparsity if isinstance(sparsity, Sequence) else [sparsity] * blocks
     if len(shares) != blocks:
         raise UsageError(f"{len(shares)} sparsities for {blocks} blocks: give one, or one per block")
     for share in shares:
         if share is not None and not callable(share):
-            check_sparsity(share)
+            methods.check_sparsity(share)
 
 
 class _Pruning:
     """A pruning of a model, every argument checked before anything is pruned.
 
-    Attributes:
-        matrices: those that are pruned, of every block; `every`: the same, one after the other.
-        sparsity, rank_ratio: of each (block, key of a matrix).
-        rounded: the text is read with products in bfloat16.
-        fingerprint: everything that decides the result.
+    Of its `matrices` (of each block; `every`: one after the other) it has `sparsity` and `rank_ratio` by block and key.
+    `rounded`: the text is read with products in bfloat16. `fingerprint`: everything that decides the result.
     """
 
     def __init__(
@@ -177,13 +166,9 @@ class _Pruning:
                 f"{len(corpus.tokens)} tokens do not calibrate SparseGPT for matrices of {widest} inputs: give more "
                 "text, or more --contexts"
             )
-        self.rounded = (
-            options.reads_text
-            and not options.exact
-            and (model.source.dtype, torch.device(model.device).type) == (torch.float32, "cpu")
-            and model.width >= WIDE
-            and multiplies_bfloat16_faster()
-        )
+        in_float32 = (model.source.dtype, torch.device(model.device).type) == (torch.float32, "cpu")
+        may_round = options.reads_text and not options.exact and in_float32 and model.width >= WIDE
+        self.rounded = may_round and multiplies_bfloat16_faster()
         self.fingerprint: dict[str, Any] = fingerprint_of(model) | {"pruning": self._settings()}
         if options.reads_text:  # else it decides nothing, and is not named in the result
             self.fingerprint |= {"corpus": corpus.sha256, "batch": self.batch}
@@ -197,16 +182,16 @@ class _Pruning:
         fills_adapter = False
         for matrix in self.every:
             layer, name, at = matrix.layer, matrix.name, (matrix.layer, matrix.key)
-            ratio = check_ratio(rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio)
+            ratio = methods.check_ratio(rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio)
             share = sparsity(layer, name) if callable(sparsity) else sparsity
             share = share[layer] if isinstance(share, Sequence) else share
-            share = None if share is None else check_sparsity(share)
+            share = None if share is None else methods.check_sparsity(share)
             self.sparsity[at], self.rank_ratio[at] = share, ratio
             if options.method == "oats":
                 rank = rank_and_entries(matrix.shape, share, ratio, options.pattern).rank
                 fills_adapter |= rank > 0 and matrix.expert is None
             else:
-                sparsity_of(share, pattern_of(options.pattern, matrix.shape[1]))
+                methods.share_removed(share, options.pattern, matrix.shape[1])
         if options.form == ADAPTER and not fills_adapter:
             raise UsageError(
                 "every matrix gets rank 0, which leaves no low-rank part that an adapter could hold: choose a larger "
@@ -216,23 +201,23 @@ class _Pruning:
     def _settings(self) -> dict[str, Any]:
         """Describe what decides the result, as plain values."""
         options = self.options
-        settings: dict[str, Any] = {"method": options.method, "sparsity": _plain(self.sparsity)}
-        settings["pattern"] = options.pattern
-        if options.method == "oats":
-            settings["rank_ratio"] = _plain(self.rank_ratio)
-            settings |= {"iterations": options.iterations, "seed": options.seed}
+        of_oats = options.method == "oats"
         others = {
+            "rank_ratio": _plain(self.rank_ratio) if of_oats else None,
+            "iterations": options.iterations if of_oats else None,
+            "seed": options.seed if of_oats else None,
             "damping": options.moments_damping,
             "exact": options.exact or None,
             "products": "bfloat16" if self.rounded else None,
             "skip": sorted(set(options.skip)) or None,
         }
+        settings = {"method": options.method, "sparsity": _plain(self.sparsity), "pattern": options.pattern}
         return settings | {name: value for name, value in others.items() if value is not None}
 
     def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
         """Prune every unfinished block, and write the result of every block into the model."""
         model = self.model
-        started = time.monotonic() - (unfinished.seconds if unfinished else 0.0)
+        started = time.monotonic()
         rows: TableRows = []
         low_rank: list[LowRank] = []  # where no file has them
         described = self._described()
@@ -250,7 +235,7 @@ class _Pruning:
                     pruned, block_rows = done or self._pruned_block(text, layer, matrices, len(rows))
                     write_block(matrices, pruned)
                     if unfinished and not done:
-                        unfinished.save_block(layer, pruned, block_rows, time.monotonic() - started)
+                        unfinished.save_block(layer, pruned, block_rows)
                     rows += block_rows
                     if not unfinished:
                         low_rank.append(low_rank_of(layer, pruned))
@@ -295,7 +280,7 @@ class _Pruning:
         sparse.masked_fill_(sparse == 0, 0)  # a negative zero would not outlive packing
         place = matrix.key, matrix.parameter, matrix.expert, matrix.dimension, matrix.rows
         pruned = PrunedMatrix(*place, sparse, *low_rank)
-        difference = weight.to(precision_of(weight))
+        difference = weight.to(methods.precision_of(weight))
         wholes = moments.squared_norms(difference)
         losses = moments.squared_norms(difference.sub_(pruned.merged()))
         error, error_scaled = (
@@ -332,14 +317,14 @@ class _Pruning:
         """Return the parts of a pruned weight, sparse and if any low-rank, the damping, and what else was done."""
         options, pattern = self.options, self.options.pattern
         if options.method == "magnitude":
-            return (magnitude(weight, sparsity, pattern),), math.nan, ""
+            return (methods.magnitude(weight, sparsity, pattern),), math.nan, ""
         if options.method == "wanda":
-            return (wanda(weight, moments.diagonal.sqrt(), sparsity, pattern),), math.nan, ""
+            return (methods.wanda(weight, moments.diagonal.sqrt(), sparsity, pattern),), math.nan, ""
         if options.method == "sparsegpt":
             assert moments.factor is not None
             damping = moments.factor.damping
             raised = f"damping raised to {damping:g}" if damping > options.damping else ""
-            return (sparsegpt(weight, moments.factor, sparsity, pattern),), damping, raised
+            return (methods.sparsegpt(weight, moments.factor, sparsity, pattern),), damping, raised
         parts = sparsity, ratio, options.iterations, pattern
         split = oats(weight, moments.diagonal, *parts, seed=options.seed, exact=options.exact)
         stalled = f"full SVD in {split.stalls} of {split.iterations} iterations" if split.stalls else ""
@@ -371,14 +356,10 @@ class _Pruning:
 
 
 def _without_skipped(model: OpenModel, options: PruningOptions) -> Matrices:
-    """Find the matrices of a model, of each block, but those that `options.skip` names.
+    """Find the matrices of each block but those that `options.skip` names, which are left dense; or `UsageError`.
 
-    A glob is of a matrix, or of a module that it is in, by its name in the block ("mlp.down_proj", "q", "mlp"), that
-    behind the block's number ("0.q"), or that in the model ("model.layers.0").
-
-    Raises:
-        UsageError: the model was pruned or changed, has none, a glob is of nothing, nothing is left to prune, or a
-            factored layer would be in part dense.
+    A glob is of a matrix, or of a module that it is in, by its name in the block ("mlp.down_proj", "q", "mlp"), or that
+    in the model ("model.layers.0").
     """
     if model.interventions:
         raise UsageError(
@@ -398,10 +379,8 @@ def _without_skipped(model: OpenModel, options: PruningOptions) -> Matrices:
         fitting = set()
         for matrix in chain(*matrices):
             path = matrix.parameter
-            names = [path, path.removeprefix(f"{blocks[matrix.layer]}."), matrix.key, matrix.name]
-            names += [f"{matrix.layer}.{name}" for name in names[2:]]
-            parts = (f"{name}." for name in names)
-            if any(fnmatchcase(part, f"{glob}.*") for part in parts):
+            names = (path, path.removeprefix(f"{blocks[matrix.layer]}."), matrix.key, matrix.name)
+            if any(fnmatchcase(f"{name}.", f"{glob}.*") for name in names):
                 fitting.add(id(matrix))
         if not fitting:
             known = ", ".join(matrix.key for matrix in next(filter(None, matrices)))
@@ -413,9 +392,9 @@ def _without_skipped(model: OpenModel, options: PruningOptions) -> Matrices:
     left = [[matrix for matrix in block if id(matrix) not in skipped] for block in matrices]
     if not any(left):
         raise UsageError(f"--skip {','.join(options.skip)}: nothing is left to prune")
-    pruned = {matrix.parameter for matrix in chain(*left)} if options.form == "factored" else ()
+    pruned = {matrix.parameter for matrix in chain(*left)}
     for matrix in chain(*matrices):
-        if matrix.parameter in pruned and id(matrix) in skipped:
+        if options.form == "factored" and id(matrix) in skipped and matrix.parameter in pruned:
             raise UsageError(
                 f"{matrix.key} of block {matrix.layer} is a part of {matrix.parameter}, which --format factored "
                 "keeps as a whole: skip all of its parts, or none"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from theodolite.errors import UsageError
 from theodolite.system.checkpoint_folders import ADAPTER
@@ -17,20 +16,14 @@ METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
 FORMS = ("merged", "factored", ADAPTER)
 """How a pruned checkpoint is written."""
 
-RANK_RATIO, ITERATIONS = 0.25, 80
-"""Of OATS: κ, share of the kept parameters in the low-rank part; alternations, as published."""
+RANK_RATIO, ITERATIONS, DAMPING = 0.25, 80, 0.1
+"""Of OATS κ, the share of the kept parameters in the low-rank part, and alternations, as published; of SparseGPT, in
+mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
 
 TOKENS_A_BATCH = 1024
 """Default batch: what a block computes of so many tokens stays in a processor's cache."""
 
-DAMPING = 0.1
-"""Of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
-
-OF_METHOD = {
-    "rank_ratio": ("oats",),
-    "exact": ("oats", "sparsegpt", "wanda"),
-    "damping": ("sparsegpt",),
-}
+OF_METHOD = {"rank_ratio": ("oats",), "exact": ("oats", "sparsegpt", "wanda"), "damping": ("sparsegpt",)}
 """Options that not every method reads, and which do."""
 
 Sparsity = float | Sequence[float] | Callable[[int, str], float | None] | None
@@ -42,7 +35,7 @@ RankRatio = float | Callable[[int, str], float]
 
 @dataclass(frozen=True)
 class PruningOptions:
-    """The options of `prune_model` that decide its result or its folder; they are explained there."""
+    """The options of `prune_model` that decide its result or its folder, in its order; they are explained there."""
 
     method: str
     sparsity: Sparsity = None
@@ -56,11 +49,6 @@ class PruningOptions:
     out: str | Path | None = None
     form: str = "merged"
     batch: int | None = None
-
-    @classmethod
-    def among(cls, arguments: Mapping[str, Any]) -> PruningOptions:
-        """Pick the options from a function's arguments."""
-        return cls(**{option.name: arguments[option.name] for option in fields(cls)})
 
     def checked(self, *, streamed: bool) -> PruningOptions:
         """Check each option and how they go together, with Python's own numbers, for JSON; or `UsageError`."""

@@ -41,17 +41,15 @@ _CHECK_EVERY = 16
 """Each 16th iteration and the last are checked for a direction that the subspace misses."""
 
 SMALL = 192
-"""Matrices with fewer rows or columns get a full SVD in each step, on one thread: a second one brings nothing, and
-where another process has its core, LAPACK waits for it at every call."""
+"""Matrices with fewer rows or columns get a full SVD in each step, on one thread: where another process has the core of
+a second one, LAPACK waits for it at every call."""
 
 _START_STEPS, _MORE = 3, 8
 """Steps from a random start, and directions beyond the rank, of the first decomposition of a large matrix."""
 
-_TOLERANCE = 0.03
-"""Subspace iteration stops when a step turns the subspace by less: root mean square sine of the angles."""
-
-_MOST_STEPS = 16
-"""Steps that together cost less than a full SVD; a subspace that still turns then has stalled."""
+_TOLERANCE, _MOST_STEPS = 0.03, 16
+"""Subspace iteration stops when a step turns the subspace by less (root mean square sine of the angles), or has stalled
+after so many, which together cost less than a full SVD."""
 
 _ROUNDING = 32
 """Directions of fewer times the machine epsilon, of the largest one, are rounding: a matrix of lower rank has them."""
@@ -183,21 +181,17 @@ def rank_and_entries(
     outputs, inputs = shape
     pattern = pattern_of(given, inputs)
     check_ratio(rank_ratio)
-    if pattern is None:
-        density = 1 - check_sparsity(sparsity)
-    else:
-        most = pattern.density / (1 - rank_ratio) if rank_ratio < 1 else math.inf
-        if sparsity is None and most < 1:
-            density = most
-        elif sparsity is not None and 1 - check_sparsity(sparsity) <= most + AGREEMENT:
-            density = 1 - sparsity
-        elif most < 1:
-            raise UsageError(
-                f"pattern {pattern} with rank_ratio {rank_ratio:g} removes at least {1 - most:.4g}, not {sparsity:g}: "
-                f"pass sparsity {1 - most:.4g} or None, or a larger rank_ratio"
-            )
-        else:
-            raise UsageError(f"pattern {pattern} with rank_ratio {rank_ratio:g} fixes no sparsity: pass one")
+    most = math.inf
+    if pattern is not None and rank_ratio < 1:
+        most = pattern.density / (1 - rank_ratio)
+    if sparsity is None and pattern is not None and most >= 1:
+        raise UsageError(f"pattern {pattern} with rank_ratio {rank_ratio:g} fixes no sparsity: pass one")
+    density = most if sparsity is None and pattern is not None else 1 - check_sparsity(sparsity)
+    if density > most + AGREEMENT:
+        raise UsageError(
+            f"pattern {pattern} with rank_ratio {rank_ratio:g} removes at least {1 - most:.4g}, not {sparsity:g}: "
+            f"pass sparsity {1 - most:.4g} or None, or a larger rank_ratio"
+        )
     # In the order of the published code, so that floats are rounded down as they are there.
     rank = int(rank_ratio * density * (outputs * inputs) / (outputs + inputs))
     zeros = int(inputs * (1.0 - (1.0 - rank_ratio) * density))
@@ -207,10 +201,7 @@ def rank_and_entries(
 def _mark_kept(
     residual: Tensor, budget: Budget, search: ThresholdTracker, scores: Tensor, mask: Tensor
 ) -> None:
-    """Set `mask` to 1 at the entries of largest |residual| that the budget and the pattern allow, else 0.
-
-    `scores` is overwritten; all are numbers and there already, which takes a fifth of the time of a new mask.
-    """
+    """Set `mask` to 1 at the entries of largest |residual| that the budget allows, else 0; `scores` is overwritten."""
     torch.abs(residual, out=scores)
     if budget.pattern:
         scores.mul_(budget.pattern.largest(scores))
@@ -237,10 +228,8 @@ def _step(target: Tensor, space: Tensor) -> Truncated:
 
 
 def truncated_svd(target: Tensor, rank: int) -> Truncated:
-    """Compute the truncated SVD, up to a rotation of its factors, by a step from a basis of its right singular space.
-
-    Of the square factor of a QR decomposition a full SVD is half the work for a tall matrix, a fourth for a wide one.
-    """
+    """Compute the truncated SVD, up to a rotation of its factors: a step from a basis of its right singular space."""
+    # A full SVD of the square factor of a QR decomposition is half the work for a tall matrix, a fourth for a wide one.
     if not rank:
         space = target.new_empty(target.shape[1], 0)
     elif target.shape[0] >= target.shape[1]:
@@ -274,10 +263,9 @@ def follow(target: Tensor, space: Tensor) -> Truncated | None:
 
 
 def misses(target: Tensor, low_rank: Truncated, generator: torch.Generator) -> bool:
-    """Tell whether a direction outside of the subspace is larger than the least one inside.
+    """Tell, by random probes, whether a direction outside of the subspace is larger than the least one inside.
 
-    Subspace iteration cannot see what is orthogonal to where it started. A few random probes can: the largest singular
-    value that they find in what is left over is a lower bound.
+    Subspace iteration cannot see what is orthogonal to where it started.
     """
     left, right = low_rank.left, low_rank.right
     probes = torch.randn(right.shape[1], _PROBES, generator=generator, dtype=right.dtype, device=right.device)

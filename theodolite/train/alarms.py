@@ -30,11 +30,8 @@ ADVICE = {
     VANISHING: "lower the learning rate, warm up longer, or penalise W_QK: its logits outgrow the context's length",
 }
 
-LEVEL = 3
-"""Looks whose median is the level: one odd look alarms nobody."""
-
-TREND = 8
-"""Looks, at most, whose Theil-Sen slope is the trend."""
+LEVEL, TREND = 3, 8
+"""Looks whose median is the level: one odd look alarms nobody; looks, at most, whose Theil-Sen slope is the trend."""
 
 PATTERN = 0.5
 """Attention from which a head counts as sharp on purpose: to one distance, to equal tokens, to the first token or
@@ -156,13 +153,12 @@ class Alarms:
         alarms = []
         for kind, alarming in ((ENTROPY, sharp), (RANK, rank.collapsed), (VANISHING, vanishing)):
             history, table = self._histories[kind], layers if kind == RANK else heads
-            collapsed = alarming & history.collapsed
-            level, slope = history.level, history.slope
+            level, slope, collapsed = history.level, history.slope, alarming & history.collapsed
             for index in np.flatnonzero(history.new(alarming, collapsed)):
                 layer = int(table["layer"].iloc[index])
                 head = None if kind == RANK else int(table["head"].iloc[index])
-                numbers = float(level[index]), float(slope[index])
-                alarms.append(Alarm(geometry.step, kind, layer, head, *numbers, bool(collapsed[index])))
+                numbers = float(level[index]), float(slope[index]), bool(collapsed[index])
+                alarms.append(Alarm(geometry.step, kind, layer, head, *numbers))
         return alarms
 
 

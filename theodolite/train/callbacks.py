@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Any, Self
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
-from transformers.integrations import MLflowCallback
 from transformers.trainer_callback import CallbackHandler
 
 from theodolite.errors import UsageError
 from theodolite.models.training.shards import is_of_deepspeed
 from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
-from theodolite.train.geometry import monitor_ids
-from theodolite.train.locater import Locater, Strength, check_options
+from theodolite.train.geometry import Ranks, monitor_ids
+from theodolite.train.locater import Locater, Strength, check_strength
 from theodolite.train.monitor import GeometryMonitor, check_looks, monitor_batch
-from theodolite.train.penalty import Gradient
-from theodolite.train.ranks import Ranks
 from theodolite.train.record import FOLDER
 
 if TYPE_CHECKING:
@@ -45,9 +42,7 @@ class TrackedCallback(TrainerCallback):
         """Make this a callback of `trainer`, if it is none yet, and log to its trackers; returns this callback.
 
         It becomes the first callback, so that what it adds to the Trainer's own log reaches trackers and terminal.
-
-        Raises:
-            UsageError: `trainer` is no Trainer of transformers.
+        `UsageError` where `trainer` is no Trainer of transformers.
         """
         handler = getattr(trainer, "callback_handler", None)
         if not isinstance(handler, CallbackHandler):
@@ -55,9 +50,7 @@ class TrackedCallback(TrainerCallback):
                 f"{type(self).__name__} attaches to a Trainer of transformers, not to a {type(trainer).__name__}; "
                 "in a loop of your own use GeometryMonitor or Locater"
             )
-        if self in handler.callbacks:
-            handler.callbacks.remove(self)
-        handler.callbacks.insert(0, self)
+        handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
         self._handler = handler
         return self
 
@@ -77,24 +70,15 @@ class TrackedCallback(TrainerCallback):
     ) -> None:
         """Log in `state.log_history`, and in the trackers of the Trainer that this is attached to.
 
-        As `Trainer.log` would, but not on the terminal: they would drown the loss. MLflow's tracker drops texts with a
-        warning, so they become tags of its run.
+        As `Trainer.log` would, but not on the terminal: they would drown the loss.
         """
         state.log_history.append({**logs, "step": step})  # type: ignore[dict-item]
-        due = control.should_log
-        for callback in [] if self._handler is None else self._handler.callbacks:
-            if isinstance(callback, PrinterCallback | ProgressCallback):
-                continue
-            alone: Any = copy.copy(self._handler)
-            alone.callbacks = [callback]
-            of_mlflow = isinstance(callback, MLflowCallback)
-            texts = {name: value for name, value in logs.items() if of_mlflow and isinstance(value, str)}
-            if texts:
-                import mlflow
-
-                if mlflow.active_run():  # asking for one would begin another
-                    mlflow.set_tags(texts)
-            alone.on_log(args, state, control, {k: v for k, v in logs.items() if k not in texts})
+        if self._handler is None:
+            return
+        due, trackers = control.should_log, copy.copy(self._handler)
+        spared = PrinterCallback | ProgressCallback
+        trackers.callbacks = [each for each in trackers.callbacks if not isinstance(each, spared)]
+        trackers.on_log(args, state, control, logs)
         control.should_log = due  # a log of the loss that is due at this step must stay due
 
 
@@ -210,16 +194,10 @@ class LocaterCallback(TrackedCallback):
         UsageError: as `Locater` does.
     """
 
-    def __init__(
-        self,
-        scale: Strength,
-        mean: Strength,
-        *,
-        layers: Iterable[int] | None = None,
-        gradient: Gradient = "exact",
-    ) -> None:
-        check_options(scale, mean, gradient)
-        self._options: dict[str, Any] = {"scale": scale, "mean": mean, "layers": layers, "gradient": gradient}
+    def __init__(self, scale: Strength, mean: Strength, *, layers: Iterable[int] | None = None) -> None:
+        check_strength("scale", scale)
+        check_strength("mean", mean)
+        self._options: dict[str, Any] = {"scale": scale, "mean": mean, "layers": layers}
         self.locater: Locater | None = None
         self._penalty: Tensor | None = None
         self._of_deepspeed: Any = None
@@ -231,12 +209,12 @@ class LocaterCallback(TrackedCallback):
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Put the penalty's gradient where those of the micro-batches will be added; with DeepSpeed, as it steps."""
-        assert self.locater is not None  # on_train_begin comes first
-        optimizer = kwargs["optimizer"]
-        if not any(map(is_of_deepspeed, self.locater.parameters)):
+        locater, optimizer = self.locater, kwargs["optimizer"]
+        assert locater is not None  # on_train_begin comes first
+        if not any(map(is_of_deepspeed, locater.parameters)):
             scaler = getattr(optimizer, "scaler", None)  # of float16; accelerate keeps it there
             # Not backward(): DDP's hooks would take it for a part of the first micro-batch.
-            self._add(state.global_step, 1.0 if scaler is None else scaler.get_scale())
+            self._penalty = locater.add_gradient(state.global_step, scaler.get_scale() if scaler else 1.0)
         elif self._of_deepspeed is None:
             # It has no gradients but between backward and its step, and accelerate calls both at once. DeepSpeed's
             # optimizers (0.19, deepspeed/runtime/base_optimizer.py) are none of torch.optim, and take no step hooks.
@@ -244,7 +222,7 @@ class LocaterCallback(TrackedCallback):
             step = self._of_deepspeed.step
 
             def add_and_step(*args: Any, **kwargs: Any) -> Any:
-                self._add(state.global_step, float(self._of_deepspeed.loss_scale))
+                self._penalty = locater.add_gradient(state.global_step, float(self._of_deepspeed.loss_scale))
                 return step(*args, **kwargs)
 
             self._of_deepspeed.step = add_and_step
@@ -254,10 +232,6 @@ class LocaterCallback(TrackedCallback):
         if self._of_deepspeed is not None:
             del self._of_deepspeed.step
             self._of_deepspeed = None
-
-    def _add(self, step: int, factor: float) -> None:
-        assert self.locater is not None
-        self._penalty = self.locater.add_gradient(step, factor)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Add the penalty of the last step to what is logged of the training loss, for the callbacks that follow."""

@@ -7,14 +7,15 @@ weights, gradients, hooks, random numbers.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
@@ -23,7 +24,7 @@ from theodolite.accumulate.sums import LayerSums, State, include, joined, part_o
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.corpus.cutting import contexts_of_rows, whole_ids
-from theodolite.errors import UsageError, WorkError
+from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.measure.geometry import stream_columns
 from theodolite.measure.heads import head_columns, heads_that_are, with_errors
 from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
@@ -33,7 +34,8 @@ from theodolite.models.open import verified_parts
 from theodolite.models.training.shards import is_spread, parallel_group
 from theodolite.models.training.training_model import autocast_dtype, evaluation_mode, training_source
 from theodolite.theory.regimes import UNDEFINED, regime
-from theodolite.train.ranks import Ranks
+
+Answer = TypeVar("Answer")
 
 QUERIES = LEAST_LENGTH = 8
 """Queries of a context, evenly spaced, whose own propagation is measured; as many tokens it must have at least."""
@@ -52,23 +54,82 @@ RESIDUAL = (
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """The processes of one training run (`world`): this one's rank. All of them must call every method but `share`.
+
+    Those who must read the same contexts are a team (each has some of the heads): this one's of `teams`, and whether it
+    is the first of it, whose sums are those of all (`leads`).
+    """
+
+    rank: int = 0
+    world: int = 1
+    team: int = 0
+    teams: int = 1
+    leads: bool = True
+
+    @classmethod
+    def current(cls, heads: Any = None) -> Ranks:
+        """Read the default process group, or be alone without one; `heads`: the group over which heads are spread."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return cls()
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+        first = rank if heads is None else min(distributed.get_process_group_ranks(heads))
+        teams = sorted(set(cls(rank, world)._of_all(first)))
+        return cls(rank, world, teams.index(first), len(teams), rank == first)
+
+    @property
+    def first(self) -> bool:
+        """True for the process that writes and speaks."""
+        return self.rank == 0
+
+    def share(self, ids: Int[Tensor, "contexts positions"]) -> Int[Tensor, "own positions"]:
+        """Return the contexts that this process reads; none, where there are fewer contexts than teams of processes."""
+        return ids[self.team :: self.teams]
+
+    def totals(self, values: dict[str, Tensor], maxima: frozenset[str] = frozenset()) -> dict[str, Tensor]:
+        """Sum every tensor over the processes, or take its maximum, in float64 on the CPU."""
+        everyone = self._of_all({name: value.double().cpu() for name, value in values.items()})
+        stacked = {name: torch.stack([each[name] for each in everyone]) for name in values}
+        return {name: of.amax(0) if name in maxima else of.sum(0) for name, of in stacked.items()}
+
+    def from_first(self, compute: Callable[[], Answer]) -> Answer:
+        """Return on all processes the result of `compute` on the first one, or raise what it raises there."""
+        answer: Any = None
+        if self.first:
+            try:
+                answer = compute()
+            except TheodoliteError as error:
+                answer = error
+        answer = self._of_all(answer)[0]
+        if isinstance(answer, TheodoliteError):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    def raise_any(self, error: TheodoliteError | None) -> None:
+        """Raise on all processes what any of them has to raise: else the others would wait for it for ever."""
+        for failure in filter(None, self._of_all(error)):
+            raise failure
+
+    def _of_all(self, own: Answer) -> list[Answer]:
+        """Return what each process has."""
+        gathered = [own] * self.world
+        if self.world > 1:
+            distributed.all_gather_object(gathered, own)
+        return gathered
+
+
+@dataclass(frozen=True)
 class Geometry:
-    """The tables of one look: a row per head, a row per residual layer.
+    """The tables of one look at a step, and the seconds that it took.
 
     Attributes:
-        step: optimizer steps done.
-        heads: one row a head: layer, head; entropy (nats, mean over queries and contexts) and entropy_share (over
-            its maximum, that of a uniform row); propagation (mean ρ of the last query) and propagation_queries
-            (of `QUERIES` queries t with T := t); at_distance (the most mean attention that any one distance gets);
-            sink_first, sink_later, sink_learned, previous_token, same_token as in a survey; largest_logit, the maximum
-            over contexts, queries and the keys that they see of the logit whose softmax is taken: after scaling,
-            soft-capping and biases on it, without a learned sink's (QK-Clip's S, Kimi K2); log_sum_exp, the mean over
-            contexts and queries of ln Σ exp of these logits, a learned sink's with them (z-loss is its square's mean).
-            With spectra, of W_QK at relative distance 0: `SPECTRA`.
-        layers: one row a residual layer, 0 being the input of the first block: norm, norm_first, rank_collapse,
-            massive_activations, massive_activations_first, outlier_dimensions, as in a survey; norm_growth, the norm
-            over that of the layer before (NaN at layer 0).
-        seconds: wall time that the look took.
+        heads: one row a head: columns of a survey, with spectra `SPECTRA`; and entropy_share (over the maximum, that of
+            a uniform row); propagation_queries (of `QUERIES` queries t with T := t); at_distance (the most mean
+            attention that any one distance gets); largest_logit, over contexts, queries and the keys that they see, of
+            those whose softmax is taken, without a learned sink's; log_sum_exp, the mean over contexts and queries of
+            ln Σ exp of these logits, a learned sink's with them.
+        layers: one row a residual layer, 0 being the input of the first block: columns of a survey; and norm_growth,
+            the norm over that of the layer before (NaN at layer 0).
     """
 
     step: int
@@ -78,11 +139,7 @@ class Geometry:
 
 
 class GeometryReader:
-    """Measures a model in training on a fixed batch of tokens.
-
-    Arguments and errors are those of `GeometryMonitor`. A look rounds products as training does: by autocast where it
-    is called, or by accelerate's mixed precision.
-    """
+    """Measures a model in training on a fixed batch of tokens; arguments and errors are those of `GeometryMonitor`."""
 
     def __init__(
         self,
@@ -126,7 +183,9 @@ class GeometryReader:
         """Measure now; with `spectra` also every head's weights, for as much time again. `WorkError` names a layer."""
         started = time.perf_counter()
         sums: State = {}
-        dtype = autocast_dtype(self.model.root)  # outside of what switches autocast off
+        dtype = autocast_dtype(
+            self.model.root
+        )  # a look rounds as training does; outside of what switches that off
         with evaluation_mode(self.model.root):
             for tokens, counts in self._batches:
                 own, error = LookSums(self.model, tokens, spectra, self._longest), None
@@ -159,7 +218,7 @@ def _by_length(
     contexts, _, _ = contexts_of_rows(ids, attention_mask, position_ids, LEAST_LENGTH)
     if not contexts:
         raise UsageError(f"no context of the monitor batch has {LEAST_LENGTH} tokens: give longer ones")
-    lengths = sorted({len(context) for context in contexts}, reverse=True)
+    lengths = sorted(set(map(len, contexts)), reverse=True)
     return [torch.stack([context for context in contexts if len(context) == own]) for own in lengths]
 
 
@@ -206,11 +265,9 @@ def _geometry(
 
 
 def _spectra(model: OpenModel, ranks: Ranks) -> dict[str, list[Any]]:
-    """Read `SPECTRA` of every head, but for the bound; NaN where queries and keys are no affine function of the input.
-
-    Weights that are spread are read by all processes together, others by the first one alone.
-    """
+    """Read `SPECTRA` of every head, but for the bound; NaN where queries and keys are not affine in the input."""
     columns: dict[str, list[Any]] = {name: [] for name in SPECTRA[:-1]}
+    # Weights that are spread are read by all processes together, others by the first one alone.
     for layer in model.attending if ranks.first or is_spread(model.root) else ():
         try:
             weights = model.head_weights(layer)

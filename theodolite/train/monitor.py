@@ -63,7 +63,7 @@ class GeometryMonitor:
         limits: the levels of alarm.
         over_ranks: share the contexts among the processes of `torch.distributed`, and look together. Every process
             must make the monitor and call it at every step; the batch is that of the first one, which alone writes
-            and warns. Looks and alarms are the same on all of them.
+            and warns.
 
     Attributes:
         last: the last look, or None.
@@ -88,8 +88,7 @@ class GeometryMonitor:
         position_ids: Tensor | None = None,
     ) -> None:
         check_looks(every, spectra_every)
-        self.every = every
-        self.spectra_every = spectra_every
+        self.every, self.spectra_every = every, spectra_every
         self.last: Geometry | None = None
         self.alarms: list[Alarm] = []
         self.new_alarms: list[Alarm] = []
@@ -103,25 +102,20 @@ class GeometryMonitor:
             opened = self._reader.model
             self._record = Record(Path(folder), opened.layers, opened.places)
             weakref.finalize(self, _finish, self._record)
-        self._next_page = 0.0
         self._step: int | None = None
-        self._next_look = 0
+        self._next_look, self._next_page = 0, 0.0
         self._number: int | None = None  # of looks since the last with spectra
         self._broken = False
-        self._started = time.perf_counter()
-        self._seconds = 0.0
+        self._started, self._seconds = time.perf_counter(), 0.0
 
     def __call__(self, step: int, loss: float | Tensor | None = None) -> dict[str, float]:
         """Measure the model if a look is due after `step` optimizer steps; returns the numbers to plot, else {}.
 
-        Args:
-            step: optimizer steps done.
-            loss: of this step, for the record, whether or not a look is due. A tensor is waited for on its device:
-                on a GPU give it only at the steps at which it is logged anyway.
+        `loss`: of this step, for the record, whether or not a look is due. A tensor is waited for on its device: on a
+        GPU give it only at the steps at which it is logged anyway.
 
-        Warns:
-            GeometryWarning: a head or a layer collapses, or hidden states are no numbers any more.
-            RecordWarning: an earlier record was moved aside, or the record cannot be written any more.
+        Warns (`GeometryWarning`) where a head or a layer collapses, or hidden states are no numbers any more, and
+        (`RecordWarning`) where an earlier record was moved aside, or the record cannot be written any more.
 
         Raises:
             UsageError: the step is no whole number, or before that of the last call.
@@ -279,15 +273,9 @@ def scalars(geometry: Geometry) -> dict[str, float]:
 def monitor_batch(
     rows: Any, contexts: int = CONTEXTS, length: int = LENGTH
 ) -> Int[Tensor, "contexts positions"]:
-    """Make a monitor batch of the first long enough rows of a data set of token ids.
+    """Make a monitor batch of the first long enough rows of a data set, of so many contexts and tokens at most.
 
-    Args:
-        rows: indexable, of dictionaries with `input_ids` and, where rows are padded, `attention_mask`.
-        contexts: at most so many rows are taken.
-        length: tokens of each; fewer, if there are not as many rows of this length among the first 512.
-
-    Raises:
-        UsageError: the data set cannot be indexed, has no `input_ids`, or only rows below 8 tokens.
+    `UsageError` where the data set cannot be indexed, has no `input_ids`, or only rows below 8 tokens.
     """
     if not isinstance(rows, Sized) or not hasattr(rows, "__getitem__"):
         raise UsageError(

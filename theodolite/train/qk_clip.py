@@ -31,12 +31,7 @@ _CLIPPED = "QK-Clip scales weights that are whole, or spread by FSDP2 or tensor 
 
 
 class QKClip:
-    """Bounds the logits of every head by scaling its query and key weights.
-
-        clip = QKClip(model, threshold=100.0)
-        ...
-        optimizer.step()
-        clipped = clip(largest_logits)
+    """Bounds the logits of every head by scaling its query and key weights: `clip(largest)` after `optimizer.step()`.
 
     A head whose largest logit S exceeds the threshold τ has γ = τ/S. Where its keys are its own, its rows of W_q and
     W_k are scaled by √γ each, and its biases with them; where a key is shared (grouped keys, the rotary key of
@@ -134,15 +129,8 @@ class QKClip:
 class QKClipCallback(GeometryCallback):
     """The monitor in the Trainer, which clips by each of its looks: `QKClipCallback(100.0, every=10).attach(trainer)`.
 
-    After a step at which a look is due, every head whose largest logit on the monitor batch exceeds the threshold is
-    scaled, so that it is the threshold there. Their number is logged as `geometry/clipped`.
-
-    Args:
-        threshold: as in `QKClip`.
-        options: as in `GeometryCallback`.
-
-    Raises:
-        UsageError: as `QKClip` does, when training begins.
+    The number of clipped heads is logged as `geometry/clipped`. Options are those of `GeometryCallback`; errors are
+    those of `QKClip`, when training begins.
     """
 
     def __init__(self, threshold: float = 100.0, **options: Any) -> None:

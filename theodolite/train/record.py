@@ -31,23 +31,14 @@ NEEDED = {"heads": {*OF_HEADS, "at_distance", "same_token", "sink_learned"}, "la
 
 PLACE = {"heads": ("layer", "head"), "layers": ("layer",)}
 
-MOST = 1e30
-"""Losses as large are no numbers to draw."""
-
 Row = dict[str, Any]
 
 
 class Record:
     """The tables of all looks, and the losses in between, as lines of JSON in a folder; a NaN is `null`.
 
-    Args:
-        folder: where.
-        layers, places: of the model, and of its heads, to know its own complete looks.
-
-    Attributes:
-        places: (layer, head) of each head, (layer,) of each residual layer.
-        steps: of all looks, in order; `alarms`: of all looks; `losses`: the last one of each step.
-        finished: the page says that the run has ended, or is not written any more.
+    `places`: (layer, head) of each head, (layer,) of each residual layer. `steps` and `alarms` are of all looks;
+    `losses` the last one of each step. `finished`: the page says that the run has ended, or is not written any more.
     """
 
     def __init__(self, folder: Path, layers: int, places: Sequence[tuple[int, int]]) -> None:
@@ -71,9 +62,6 @@ class Record:
         """Drop what was recorded after `step` (all of it, at step 0); returns the looks that are kept, and a message.
 
         If nothing is kept, or something is no complete look of this model, the old files are moved aside first.
-
-        Raises:
-            WorkError: the folder cannot be written.
         """
         message = ""
         with disk_errors(self.folder):
@@ -155,7 +143,7 @@ class Record:
 
     def keep_loss(self, step: int, loss: Any) -> None:
         """Keep a loss for the page: a gap where it is no number that a page can show."""
-        self.losses[step] = loss if isinstance(loss, float | int) and abs(loss) < MOST else math.nan
+        self.losses[step] = loss if isinstance(loss, float | int) and abs(loss) < 1e30 else math.nan
 
     def _append(self, name: str, rows: list[Row]) -> None:
         with disk_errors(self.folder), self._path(name).open("a", encoding="utf-8") as file:

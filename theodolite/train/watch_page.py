@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -19,23 +19,14 @@ from pandas.api.typing import DataFrameGroupBy
 from plotly.offline import get_plotlyjs
 
 from theodolite.report import page, style
-from theodolite.report.drawing.grammar import (
-    Panel,
-    band,
-    dots,
-    heat,
-    line,
-    map_height,
-    panels,
-    reference,
-    saturation,
-)
+from theodolite.report.drawing import grammar
+from theodolite.report.drawing.grammar import Panel
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, head_name, number, visible
 from theodolite.train.alarms import ENTROPY, RANK, VANISHING, Alarm, Limits
 from theodolite.train.geometry import residual_place
-from theodolite.train.record import DRAWN, FOLDER, Record
+from theodolite.train.record import DRAWN, FOLDER, OF_HEADS, Record
 
 PAGE = "watch.html"
 RELOAD = 30
@@ -50,29 +41,24 @@ POINTS, CELLS = 500, 50_000
 ALARM_COLOURS = {ENTROPY: style.VERMILLION, RANK: style.BLUE, VANISHING: style.ORANGE}
 
 
-@dataclass(frozen=True)
-class Measure:
-    """A column of the record: what it is called, and whether low values alarm, or high ones.
+class Measure(NamedTuple):
+    """A column of the record: what it is called, whether low values alarm or high ones, and the default limit."""
 
-    `highest`: where colours end; None: at the largest of the map. `limit`: the alarm's default.
-    """
-
-    column: str
     title: str
     axis: str
     low_alarms: bool = True
-    highest: float | None = 1.0
     limit: float | None = None
 
 
-ENTROPIES = Measure("entropy_share", "Entropy", "entropy over its maximum", limit=Limits.entropy)
-PROPAGATION = Measure("propagation", "Signal propagation ρ", "ρ", limit=Limits.propagation)
-LOGITS = Measure("largest_logit", "Largest logit", "largest logit", low_alarms=False, highest=None)
-RESIDUALS = Measure("rank_collapse", "Rank of the residual stream", "‖X − 1x̄ᵀ‖/‖X‖", limit=Limits.rank)
-FIRST_SINK = Measure("sink_first", "First-token sink", "share of contexts with a first-token sink", False)
-LATER_SINK = Measure("sink_later", "Later sink", "share of contexts with a later sink", False)
-OF_LINES = (ENTROPIES, PROPAGATION, LOGITS, RESIDUALS)
-OF_MAP = (ENTROPIES, PROPAGATION, FIRST_SINK, LATER_SINK, LOGITS)
+MEASURES = {
+    "entropy_share": Measure("Entropy", "entropy over its maximum", limit=Limits.entropy),
+    "propagation": Measure("Signal propagation ρ", "ρ", limit=Limits.propagation),
+    "largest_logit": Measure("Largest logit", "largest logit", low_alarms=False),
+    "rank_collapse": Measure("Rank of the residual stream", "‖X − 1x̄ᵀ‖/‖X‖", limit=Limits.rank),
+    "sink_first": Measure("First-token sink", "share of contexts with a first-token sink", low_alarms=False),
+    "sink_later": Measure("Later sink", "share of contexts with a later sink", low_alarms=False),
+}
+OF_LINES = ("entropy_share", "propagation", "largest_logit", "rank_collapse")
 
 
 def write_page(record: Record, *, finished: bool) -> None:
@@ -120,18 +106,16 @@ def _exhibits(record: Record) -> list[Exhibit]:
         if (values := record.column(name)) is not None
     }
     shown = [_loss_panel(pd.DataFrame({"loss": record.losses}))] if record.losses else []
-    shown += [_panel(measure, tables[measure.column]) for measure in OF_LINES if measure.column in tables]
+    shown += [_panel(name, tables[name]) for name in OF_LINES if name in tables]
     outcome = Outcome()
     if shown:
         outcome.show("watch", "lines", _lines(shown, record.alarms))
-    maps = {measure.column: measure for measure in OF_MAP if measure.column in tables}
+    maps = [name for name in OF_HEADS if name in tables]
     if maps:
         layers = [layer for layer, _ in record.places["heads"]]
-        options = [Option(column, measure.title, note=measure.axis) for column, measure in maps.items()]
-        figures = {
-            column: _head_map(measure, tables[column], layers, record.alarms[-MARKED:])
-            for column, measure in maps.items()
-        }
+        options = [Option(name, MEASURES[name].title, note=MEASURES[name].axis) for name in maps]
+        newest = record.alarms[-MARKED:]
+        figures = {name: _head_map(name, tables[name], layers, newest) for name in maps}
         outcome.show("watch", "heads", Choice("colour", options, figures.__getitem__))
     return outcome.exhibits
 
@@ -148,21 +132,21 @@ def _mean(groups: DataFrameGroupBy) -> Any:
     return (groups.sum().sum(axis=1) / groups.count().sum(axis=1)).to_numpy()
 
 
-def _panel(measure: Measure, table: pd.DataFrame) -> Panel:
+def _panel(name: str, table: pd.DataFrame) -> Panel:
     """Draw the mean over heads or layers against the step, and the place nearest to an alarm."""
+    measure = MEASURES[name]
     x, groups = _grouped(table, POINTS)
     sign, worst = (1, "lowest") if measure.low_alarms else (-1, "highest")
     nearest = groups.min() if measure.low_alarms else -groups.max()
-    of = "layer" if measure is RESIDUALS else "head"
-    hover = f"{worst} {of} at step %{{x}}: %{{y:.3g}}<br>%{{text}}<extra></extra>"
+    hover = f"{worst} {DRAWN[name].rstrip('s')} at step %{{x}}: %{{y:.3g}}<br>%{{text}}<extra></extra>"
     names = nearest.fillna(np.inf).idxmin(axis=1).tolist()
     look: dict[str, Any] = {"text": names, "hover": hover, "marker": _dots(x)}
     extremes = sign * nearest.min(axis=1).to_numpy()
-    traces = line(x, extremes, "nearest to an alarm", style.MEASURED, **look)
+    traces = grammar.line(x, extremes, "nearest to an alarm", style.MEASURED, **look)
     hover = "mean at step %{x}: %{y:.3g}<extra></extra>"
-    traces += line(x, _mean(groups), "mean", style.REFERENCE, hover=hover, width=1.4)
+    traces += grammar.line(x, _mean(groups), "mean", style.REFERENCE, hover=hover, width=1.4)
     if measure.limit is not None:
-        traces += reference(x[[0, -1]], measure.limit, "default limit of alarms")
+        traces += grammar.reference(x[[0, -1]], measure.limit, "default limit of alarms")
     return Panel(measure.title, traces, "step", measure.axis, yaxis={"rangemode": "tozero"})
 
 
@@ -172,9 +156,9 @@ def _loss_panel(losses: pd.DataFrame) -> Panel:
     means = _mean(groups)
     shown = np.isfinite(means)  # a band must not have gaps
     low, high = (ends["loss"].to_numpy()[shown] for ends in (groups.min(), groups.max()))
-    drawn = band(x[shown], low, high, style.MEASURED, legendgroup="")
+    drawn = grammar.band(x[shown], low, high, style.MEASURED, legendgroup="")
     hover = "loss at step %{x}: %{y:.4g}<extra></extra>"
-    drawn += line(x, means, "loss", style.MEASURED, hover=hover, marker=_dots(x), showlegend=False)
+    drawn += grammar.line(x, means, "loss", style.MEASURED, hover=hover, marker=_dots(x), showlegend=False)
     return Panel("Loss", drawn, "step", "loss")
 
 
@@ -195,29 +179,28 @@ def _lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
         axis = {"matches": "x"} if place else {}
         together.append(replace(panel, traces=traces, xaxis=axis, marks=marks))
     across = 3 if len(shown) > 4 else 2
-    return panels(together, min(across, len(shown)), height=240, gaps=(0.08, 0.2))
+    return grammar.panels(together, min(across, len(shown)), height=240, gaps=(0.08, 0.2))
 
 
-def _head_map(
-    measure: Measure, table: pd.DataFrame, layers: Sequence[int], alarms: Sequence[Alarm]
-) -> go.Figure:
+def _head_map(name: str, table: pd.DataFrame, layers: Sequence[int], alarms: Sequence[Alarm]) -> go.Figure:
     """Draw all heads (rows) at all looks (columns), the first block on top; a cross where a head began to alarm."""
+    measure = MEASURES[name]
     x, groups = _grouped(table, max(100, min(POINTS, CELLS // len(layers))))
     cells = (groups.min() if measure.low_alarms else groups.max()).to_numpy().T
-    highest = measure.highest or max(saturation([cells]), 1e-6)
+    highest = max(grammar.saturation([cells]), 1e-6) if name == "largest_logit" else 1.0
     hover = f"%{{y}} at step %{{x}}<br>{measure.axis} %{{z:.3g}}<extra></extra>"
-    cells_of_heads = heat(cells, 0.0, highest, hover, bar=measure.axis, x=x, y=list(table.columns))
+    cells_of_heads = grammar.heat(cells, 0.0, highest, hover, bar=measure.axis, x=x, y=list(table.columns))
     of_heads = [alarm for alarm in alarms if alarm.head is not None]
     at, names = np.array([alarm.step for alarm in of_heads], dtype=np.int64), list(map(_where, of_heads))
     hover = "%{y} at step %{x}<br>%{text}<extra></extra>"
     look = {"symbol": "x-thin", "size": 7, "line": {"width": 1.6, "color": style.INK}}
     kinds = [alarm.kind for alarm in of_heads]
-    crosses = dots(at, names, kinds, None, style.INK, hover, marker=look, showlegend=False)
+    crosses = grammar.dots(at, names, kinds, None, style.INK, hover, marker=look, showlegend=False)
     starts = [layers.index(layer) for layer in dict.fromkeys(layers)]
     starts = starts[:: math.ceil(len(starts) / 24)]
     rows = {"type": "category", "ticks": "", "range": [len(layers) - 0.5, -0.5], "tickmode": "array"}
     rows |= {"tickvals": starts, "ticktext": [f"block {layers[n]}" for n in starts]}
-    height = map_height(len(layers))
+    height = grammar.map_height(len(layers))
     return style.figure([cells_of_heads, crosses], "step", "", height=height, layout={"yaxis": rows})
 
 
