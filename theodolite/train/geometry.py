@@ -21,13 +21,12 @@ from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.sums import LayerSums, State, include, joined, part_of
-from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
-from theodolite.attention.piecewise import empirical_propagation
+from theodolite.attention.inputs import AttentionInputs, softmax
 from theodolite.corpus.cutting import contexts_of_rows, whole_ids
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.measure.geometry import stream_columns
 from theodolite.measure.heads import head_columns, heads_that_are, with_errors
-from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
+from theodolite.measure.localization import MOMENTS, layer_moments, logit_norm
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.open import verified_parts
@@ -38,12 +37,9 @@ from theodolite.theory.regimes import UNDEFINED, regime
 Answer = TypeVar("Answer")
 
 QUERIES = LEAST_LENGTH = 8
-"""Queries of a context, evenly spaced, whose own propagation is measured; as many tokens it must have at least."""
+"""Queries of a context, evenly spaced, whose distances to keys are looked at; as many tokens it must have at least."""
 
-SPECTRA = (
-    *(name for name in MOMENTS if name not in ("mean", "variance")),
-    *("spectral_norm", "regime", "entropy_bound"),
-)
+SPECTRA = (*(name for name in MOMENTS if name not in ("mean", "variance")), "spectral_norm", "regime")
 """Columns of the heads table that only a look with `spectra` has."""
 
 RESIDUAL = (
@@ -124,10 +120,9 @@ class Geometry:
 
     Attributes:
         heads: one row a head: columns of a survey, with spectra `SPECTRA`; and entropy_share (over the maximum, that of
-            a uniform row); propagation_queries (of `QUERIES` queries t with T := t); at_distance (the most mean
-            attention that any one distance gets); largest_logit, over contexts, queries and the keys that they see, of
-            those whose softmax is taken, without a learned sink's; log_sum_exp, the mean over contexts and queries of
-            ln Σ exp of these logits, a learned sink's with them.
+            a uniform row); at_distance (the most mean attention that any one distance gets); largest_logit (over
+            contexts, queries and the keys that they see, of those whose softmax is taken, without a learned sink's);
+            log_sum_exp (the mean over contexts and queries of ln Σ exp of them, a learned sink's with them).
         layers: one row a residual layer, 0 being the input of the first block: columns of a survey; and norm_growth,
             the norm over that of the layer before (NaN at layer 0).
     """
@@ -188,7 +183,7 @@ class GeometryReader:
         )  # a look rounds as training does; outside of what switches that off
         with evaluation_mode(self.model.root):
             for tokens, counts in self._batches:
-                own, error = LookSums(self.model, tokens, spectra, self._longest), None
+                own, error = LookSums(self.model, tokens, self._longest), None
                 try:
                     # Without a cache, which would hold all weights rounded at once.
                     device = self.model.device.type
@@ -236,27 +231,21 @@ def _geometry(
     model: OpenModel, step: int, sums: State, spectra: dict[str, list[Any]] | None, started: float
 ) -> Geometry:
     """Make a look's tables from the `LookSums` of all processes, and from `_spectra` if these were read."""
-    attention, queries, residual = (part_of(sums, name) for name in ("attention", "queries", "residual"))
+    attention, distances, residual = (part_of(sums, name) for name in ("attention", "distances", "residual"))
     columns = with_errors(head_columns(attention))
-    read, contexts = (attention[name].sum(dim=1, keepdim=True) for name in ("readers", "contexts"))
+    read = attention["readers"].sum(dim=1, keepdim=True)
     most = (attention["most_entropy"] / read[:, 0]).repeat_interleave(attention["entropy"].shape[1])
-    by_distance = queries["by_distance"] / queries["with_distance"].clamp_min(1)
+    by_distance = distances["by_distance"] / distances["with_distance"].clamp_min(1)
     own = {
         "largest_logit": attention["largest_logit"],
         "log_sum_exp": attention["log_sum_exp"] / read,
         "entropy_share": torch.tensor(columns["entropy"], dtype=torch.float64) / most,
-        "propagation_queries": queries["propagation_queries"] / contexts,
         "at_distance": by_distance.amax(dim=-1),
     }
     columns |= {name: values.flatten().tolist() for name, values in own.items()}
     heads = heads_that_are(columns, model.heads_of)
     if spectra is not None:
-        heads, bounds = heads.assign(**spectra), []
-        for layer, norms in heads.groupby("layer")["spectral_norm"]:
-            norm = torch.tensor(norms.to_numpy(), dtype=torch.float64)
-            seen = attention["visible_keys"][layer], attention["readers"][layer]
-            bounds += entropy_bound(float(attention["gram_norm"][layer]), norm, *seen).tolist()
-        heads["entropy_bound"] = bounds
+        heads = heads.assign(**spectra)
     of_layers = stream_columns(residual, residual)
     columns = {"layer": of_layers.pop("layer")} | {name: of.value.numpy() for name, of in of_layers.items()}
     layers = pd.DataFrame(columns).drop(columns="cosine_previous")
@@ -265,8 +254,8 @@ def _geometry(
 
 
 def _spectra(model: OpenModel, ranks: Ranks) -> dict[str, list[Any]]:
-    """Read `SPECTRA` of every head, but for the bound; NaN where queries and keys are not affine in the input."""
-    columns: dict[str, list[Any]] = {name: [] for name in SPECTRA[:-1]}
+    """Read `SPECTRA` of every head; NaN where queries and keys are no affine function of the input."""
+    columns: dict[str, list[Any]] = {name: [] for name in SPECTRA}
     # Weights that are spread are read by all processes together, others by the first one alone.
     for layer in model.attending if ranks.first or is_spread(model.root) else ():
         try:
@@ -288,19 +277,17 @@ def _spectra(model: OpenModel, ranks: Ranks) -> dict[str, list[Any]]:
 class LookSums(Hooks):
     """Feeds one forward pass to the accumulators of a survey, a layer of the residual stream at a time."""
 
-    def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool, longest: int) -> None:
+    def __init__(self, model: OpenModel, tokens: Tokens, longest: int) -> None:
         heads, contexts, distances = model.heads, len(tokens.ids), 2 * longest - 1
         self.length = longest
         self.attention_statistics = AttentionStatistics(model.layers, heads, longest, contexts, examples=0)
-        of_queries: dict[str, tuple[int, ...]] = {"propagation_queries": (heads,)}
-        of_queries |= dict.fromkeys(("by_distance", "with_distance"), (heads, distances))
+        of_distances = dict.fromkeys(("by_distance", "with_distance"), (heads, distances))
         self._parts: dict[str, LayerSums] = {
             "attention": self.attention_statistics,
-            "queries": LayerSums(model.layers, of_queries),
+            "distances": LayerSums(model.layers, of_distances),
         }
         self._layers = model.layers
         self._tokens = tokens
-        self._spectra = spectra
         none = torch.empty(0, dtype=torch.int64)
         self._sample = Sample(torch.full((contexts,), -1), none, none)
 
@@ -321,16 +308,11 @@ class LookSums(Hooks):
         for name in RESIDUAL:
             self._parts["residual"].add(name, layer, sums[name])
 
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """Measure the norm of what attention reads, for the entropy bound."""
-        if self._spectra:
-            self.attention_statistics.update_input(layer, hidden)
-
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Measure one layer's attention, and compute its output."""
-        for name, sums in query_sums(inputs, self.length).items():
+        for name, sums in distance_sums(inputs, self.length).items():
             # Another layer may have more heads.
-            self._parts["queries"].at(name, layer, sums.device)[: len(sums)] += sums
+            self._parts["distances"].at(name, layer, sums.device)[: len(sums)] += sums
         return self.attention_statistics.update(layer, inputs, self._tokens, 0)
 
     @property
@@ -350,22 +332,16 @@ class LookSums(Hooks):
         return {name: t if counts or name in self.maxima else 0 * t for name, t in state.items()}
 
 
-def query_sums(inputs: AttentionInputs, longest: int) -> State:
-    """Measure `QUERIES` evenly spaced queries of each context, for every head, summed over contexts.
+def distance_sums(inputs: AttentionInputs, longest: int) -> State:
+    """Sum over contexts the mean attention of `QUERIES` queries to the key at each distance, for every head.
 
-    propagation_queries (H): mean empirical ρ of each query over the keys that it sees (Bao et al. 2024, definition 1,
-    with T := t for query t). by_distance (H, D): mean attention over queries to the key at one distance, of the
-    distances that half of the queries have; with_distance (H, D): the contexts that have it.
+    by_distance (H, D): of the distances that half of the queries have; with_distance (H, D): the contexts that have it.
     """
     batch, heads, length, _ = inputs.query.shape
     device = inputs.query.device
     rows = torch.arange(1, QUERIES + 1, device=device) * length // QUERIES - 1
     # The rows are a block of their own, so that key j stands in column j but for the keys that none of them sees.
     (block,) = inputs.of_queries(rows).blocks(QUERIES)
-    shares = []
-    for row in block.logits.unbind(dim=2):
-        visible = row[0, 0] > MASKED / 2
-        shares.append(empirical_propagation(row[..., visible]).double().mean(dim=2).sum(dim=0))
     weights = softmax(block.logits.double(), inputs.sink)
     distances = (rows[:, None] - torch.arange(block.first, block.last, device=device)).flatten()
     index = distances + longest - 1
@@ -373,7 +349,6 @@ def query_sums(inputs: AttentionInputs, longest: int) -> State:
     by_distance = weights.new_zeros(heads, len(counts)).index_add_(1, index, weights.sum(dim=0).flatten(1))
     common = counts >= QUERIES // 2
     return {
-        "propagation_queries": torch.stack(shares).mean(dim=0).cpu(),
         "by_distance": (by_distance / counts.clamp_min(1) * common).cpu(),
         "with_distance": (batch * common).double().expand(heads, -1).cpu(),
     }
