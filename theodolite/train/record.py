@@ -61,32 +61,24 @@ class Record:
     def begin(self, step: int) -> tuple[list[Geometry], str]:
         """Drop what was recorded after `step` (all of it, at step 0); returns the looks that are kept, and a message.
 
-        If nothing is kept, or something is no complete look of this model, the old files are moved aside first.
+        What is no complete look of this model is dropped; where nothing is kept, the old files are moved aside first.
         """
         message = ""
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            lines = {name: _complete_lines(self._path(name)) for name in FILES}
-            rows = {name: [row for line in lines[name] if (row := _row(line))] for name in FILES}
+            rows = {name: _rows(self._path(name)) for name in FILES}
             looks: dict[int, dict[str, list[Row]]] = {}
             for name in PLACE:
                 for row in rows[name]:
                     if row["step"] <= step:
                         looks.setdefault(row["step"], {of: [] for of in PLACE})[name].append(row)
-            whole = {at for at, look in looks.items() if self._is_whole(look)}
-            steps = sorted(whole) if step else []
-            others = len(looks) - len(whole)
-            damaged = sum(len(lines[name]) - len(rows[name]) for name in FILES)
-            if any(lines.values()) and (not steps or damaged or others):
-                message = (
-                    f"{self.folder} held an earlier record: moved to heads.{self._move_aside()}.jsonl and so on; "
-                    f"{len(steps)} looks kept, {others} dropped that are no complete looks of this model, "
-                    f"{damaged} damaged lines"
-                )
+            whole = {at for at, look in looks.items() if step and self._is_whole(look)}
+            if not whole and any(rows.values()):
+                message = f"{self.folder} held an earlier record: moved to heads.{self._move_aside()}.jsonl and so on"
             for name in FILES:
                 # A loss belongs to a step that is done, whether or not there was a look.
                 done = range(step + 1) if name == "losses" else whole
-                rows[name] = [row for row in rows[name] if steps and row["step"] in done]
+                rows[name] = [row for row in rows[name] if whole and row["step"] in done]
                 write_text(self._path(name), _lines(rows[name]))
             for row in rows["losses"]:
                 self.keep_loss(row["step"], row.get("loss"))
@@ -94,7 +86,7 @@ class Record:
         def table(at: int, name: str) -> pd.DataFrame:
             return pd.DataFrame(looks[at][name]).drop(columns="step")
 
-        return [Geometry(at, table(at, "heads"), table(at, "layers"), 0.0) for at in steps], message
+        return [Geometry(at, table(at, "heads"), table(at, "layers"), 0.0) for at in sorted(whole)], message
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.jsonl"
@@ -154,18 +146,14 @@ def _lines(rows: list[Row]) -> str:
     return "".join(json_text(row) + "\n" for row in rows)
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """Read a file's lines, without the half line at which a process was killed; none where there is no file."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else [""]
-    return lines if _row(lines[-1]) else lines[:-1]
-
-
-def _row(line: str) -> Row | None:
-    """Parse a line as a row with a step, `null` as NaN; None where it is something else."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        return None
-    return {name: math.nan if value is None else value for name, value in row.items()}
+def _rows(path: Path) -> list[Row]:
+    """Read the lines of a file, if there is one, that are a row with a step, `null` as NaN: no half line of a kill."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append({name: math.nan if value is None else value for name, value in row.items()})
+    return rows
