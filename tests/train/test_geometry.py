@@ -213,9 +213,9 @@ def test_a_model_compiled_in_place_runs_eagerly_for_the_look():
 
 def test_ids_and_models_that_do_not_fit_are_refused():
     for ids, words in (
-        (torch.full((2, 16), 300), "the model has 300 tokens"),
-        (torch.full((2, 16), -100), "from -100 to -100"),
-        (torch.zeros(2, 129, dtype=torch.int64), "positions for 128"),
+        (torch.full((2, 16), 300), "token id 300 does not fit the 300 tokens"),
+        (torch.full((2, 16), -100), "token id -100 does not fit"),
+        (torch.zeros(2, 129, dtype=torch.int64), "longer than the 128 that"),
     ):
         with pytest.raises(UsageError, match=words):
             GeometryReader(model_of("gpt2"), ids)

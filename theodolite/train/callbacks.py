@@ -20,7 +20,7 @@ from theodolite.errors import UsageError
 from theodolite.models.training.shards import is_of_deepspeed
 from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
-from theodolite.train.geometry import Ranks, monitor_ids
+from theodolite.train.geometry import Ranks, monitor_corpus
 from theodolite.train.locater import Locater, Strength, check_strength
 from theodolite.train.monitor import GeometryMonitor, check_looks, monitor_batch
 from theodolite.train.record import FOLDER
@@ -120,7 +120,7 @@ class GeometryCallback(TrackedCallback):
     ) -> None:
         check_looks(every, spectra_every)
         if ids is not None:
-            monitor_ids(ids)
+            monitor_corpus(ids, attention_mask, position_ids)
         self.monitor: GeometryMonitor | None = None
         self._ids = ids
         self._options: dict[str, Any] = {"every": every, "spectra_every": spectra_every, "limits": limits}

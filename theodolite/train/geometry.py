@@ -22,7 +22,7 @@ from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.sums import LayerSums, State, include, joined, part_of
 from theodolite.attention.inputs import AttentionInputs, softmax
-from theodolite.corpus.cutting import contexts_of_rows, whole_ids
+from theodolite.corpus.corpus import Corpus
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.measure.geometry import stream_columns
 from theodolite.measure.heads import head_columns, heads_that_are, with_errors
@@ -32,6 +32,7 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.open import verified_parts
 from theodolite.models.training.shards import is_spread, parallel_group
 from theodolite.models.training.training_model import autocast_dtype, evaluation_mode, training_source
+from theodolite.passes.corpus_pass import check_fit
 from theodolite.theory.regimes import UNDEFINED, regime
 
 Answer = TypeVar("Answer")
@@ -150,25 +151,16 @@ class GeometryReader:
             raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
         together = over_ranks or is_spread(source.root)
         self.ranks = Ranks.current(parallel_group(source.root)) if together else Ranks()
-        batches = self.ranks.from_first(lambda: _by_length(ids, attention_mask, position_ids))
-        smallest, largest = min(int(batch.min()) for batch in batches), max(int(b.max()) for b in batches)
-        if smallest < 0 or largest >= (source.vocabulary or 0):
-            raise UsageError(
-                f"the monitor batch holds ids from {smallest} to {largest}, the model has {source.vocabulary} tokens: "
-                "use the model's own tokenizer, and an attention_mask for padding"
-            )
-        self._longest = batches[0].shape[1]
+        corpus = self.ranks.from_first(lambda: monitor_corpus(ids, attention_mask, position_ids))
+        self._longest = corpus.contexts.shape[1]
         with evaluation_mode(source.root):
             parts = verified_parts(source, LEAST_LENGTH, skip_overflow=True)
             self.model = OpenModel.of(source, *parts, id=source.name)
             self.model.check_weights()
-            if not self.model.has_positions(self._longest):
-                raise UsageError(
-                    f"the monitor batch's contexts have {self._longest} tokens, the model has positions for "
-                    f"{self.model.longest}: give shorter ones"
-                )
+            check_fit(self.model, corpus, least_contexts=1)
             self._batches: list[tuple[Tokens, bool]] = []  # and whether it counts here
-            for batch in batches:
+            for rows in corpus.batches(len(corpus.contexts)):
+                batch = corpus.ids(rows)
                 own = self.ranks.share(batch)
                 # Those without a context of their own read another's, for the shapes.
                 tokens = Tokens.of(own if len(own) else batch[:1], self.model.device)
@@ -203,28 +195,18 @@ class GeometryReader:
             return self.ranks.from_first(lambda: _geometry(self.model, step, totals, of_weights, started))
 
 
-def _by_length(
-    ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-) -> list[Int[Tensor, "contexts positions"]]:
-    """Return the contexts of a monitor batch, those of one length together, the longest first."""
-    ids = monitor_ids(ids).detach().cpu().long()
-    if attention_mask is None and position_ids is None:
-        return [ids]
-    contexts, _, _ = contexts_of_rows(ids, attention_mask, position_ids, LEAST_LENGTH)
-    if not contexts:
-        raise UsageError(f"no context of the monitor batch has {LEAST_LENGTH} tokens: give longer ones")
-    lengths = sorted(set(map(len, contexts)), reverse=True)
-    return [torch.stack([context for context in contexts if len(context) == own]) for own in lengths]
-
-
-def monitor_ids(ids: Any) -> Int[Tensor, "contexts positions"]:
-    """Return the token ids of a monitor batch; `UsageError` where they are none, or the contexts too short."""
-    ids = whole_ids(ids)
-    if ids.shape[1] < LEAST_LENGTH:
+def monitor_corpus(
+    ids: Any, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+) -> Corpus:
+    """Take the contexts of a monitor batch that are long enough; `UsageError` where there are none, or no token ids."""
+    corpus = Corpus.from_ids(ids, attention_mask=attention_mask, position_ids=position_ids)
+    if corpus.lengths is not None:
+        corpus = corpus.subset((corpus.lengths >= LEAST_LENGTH).nonzero().flatten())
+    if corpus.contexts.shape[1] < LEAST_LENGTH:
         raise UsageError(
-            f"the monitor batch has contexts of {ids.shape[1]} tokens: give {LEAST_LENGTH} or more"
+            f"the monitor batch has contexts of {corpus.contexts.shape[1]} tokens: give {LEAST_LENGTH} or more"
         )
-    return ids
+    return corpus
 
 
 def _geometry(

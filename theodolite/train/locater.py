@@ -365,16 +365,10 @@ def named(model: nn.Module, places: Iterable[Projection | LogitRows]) -> dict[st
 
 
 def check_held(model: nn.Module, held: dict[str, Any], what: str, kind: str) -> None:
-    """Raise `UsageError` unless a model still has the weights of these names at the places where they were found.
-
-    By name, since a replacement may keep the old module inside, as an adapter does.
-    """
+    """Raise `UsageError` unless a model still has the weights of these names at the places where they were found."""
+    # By name, since a replacement may keep the old module inside, as an adapter does.
     for name, place in held.items():
-        try:
-            there = model.get_submodule(name.rpartition(".")[0]) is place.module and place.is_there
-        except AttributeError:  # there is nothing of that name any more
-            there = False
-        if not there:
+        if model.get_submodule(name.rpartition(".")[0]) is not place.module or not place.is_there:
             raise UsageError(
                 f"{name} is no longer the {what} that this {kind} was made for (an adapter, or quantised?): make "
                 f"a new {kind} after the model is changed"

@@ -106,7 +106,8 @@ def _exhibits(record: Record) -> list[Exhibit]:
         if (values := record.column(name)) is not None
     }
     shown = [_loss_panel(pd.DataFrame({"loss": record.losses}))] if record.losses else []
-    shown += [_panel(name, tables[name]) for name in OF_LINES if name in tables]
+    of_lines = [name for name in OF_LINES if name in tables]
+    shown += [_panel(name, tables[name], showlegend=name == of_lines[0]) for name in of_lines]
     outcome = Outcome()
     if shown:
         outcome.show("watch", "lines", _lines(shown, record.alarms))
@@ -127,33 +128,29 @@ def _grouped(table: pd.DataFrame, most: int) -> tuple[Any, DataFrameGroupBy]:
     return table.index.to_series().groupby(group).last().to_numpy(), table.groupby(group)
 
 
-def _mean(groups: DataFrameGroupBy) -> Any:
-    """Average over each group of rows and all of its places; NaN where it has none."""
-    return (groups.sum().sum(axis=1) / groups.count().sum(axis=1)).to_numpy()
-
-
-def _panel(name: str, table: pd.DataFrame) -> Panel:
+def _panel(name: str, table: pd.DataFrame, showlegend: bool) -> Panel:
     """Draw the mean over heads or layers against the step, and the place nearest to an alarm."""
     measure = MEASURES[name]
-    x, groups = _grouped(table, POINTS)
     sign, worst = (1, "lowest") if measure.low_alarms else (-1, "highest")
-    nearest = groups.min() if measure.low_alarms else -groups.max()
+    x, groups = _grouped(sign * table, POINTS)
+    nearest = groups.min()
     hover = f"{worst} {DRAWN[name].rstrip('s')} at step %{{x}}: %{{y:.3g}}<br>%{{text}}<extra></extra>"
     names = nearest.fillna(np.inf).idxmin(axis=1).tolist()
-    look: dict[str, Any] = {"text": names, "hover": hover, "marker": _dots(x)}
-    extremes = sign * nearest.min(axis=1).to_numpy()
+    look: dict[str, Any] = {"text": names, "hover": hover, "marker": _dots(x), "showlegend": showlegend}
+    extremes, means = sign * nearest.min(axis=1).to_numpy(), sign * groups.mean().mean(axis=1).to_numpy()
     traces = grammar.line(x, extremes, "nearest to an alarm", style.MEASURED, **look)
-    hover = "mean at step %{x}: %{y:.3g}<extra></extra>"
-    traces += grammar.line(x, _mean(groups), "mean", style.REFERENCE, hover=hover, width=1.4)
+    look = {"hover": "mean at step %{x}: %{y:.3g}<extra></extra>", "showlegend": showlegend}
+    traces += grammar.line(x, means, "mean", style.REFERENCE, width=1.4, **look)
     if measure.limit is not None:
-        traces += grammar.reference(x[[0, -1]], measure.limit, "default limit of alarms")
+        ends, what = x[[0, -1]], "default limit of alarms"
+        traces += grammar.reference(ends, measure.limit, what, showlegend=showlegend)
     return Panel(measure.title, traces, "step", measure.axis, yaxis={"rangemode": "tozero"})
 
 
 def _loss_panel(losses: pd.DataFrame) -> Panel:
     """Draw the loss, on a band from the lowest to the highest where steps share a point."""
     x, groups = _grouped(losses, POINTS)
-    means = _mean(groups)
+    means = groups.mean()["loss"].to_numpy()
     shown = np.isfinite(means)  # a band must not have gaps
     low, high = (ends["loss"].to_numpy()[shown] for ends in (groups.min(), groups.max()))
     drawn = grammar.band(x[shown], low, high, style.MEASURED, legendgroup="")
@@ -169,15 +166,10 @@ def _lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
         (float(step), {"color": ALARM_COLOURS[kind], "width": 1.2, "dash": "dash"})
         for kind, step in first.items()
     ]
-    named: set[str | None] = set()  # in the legend once, whatever the number of panels
-    together = []
-    for place, panel in enumerate(shown):
-        traces = [
-            trace | ({"showlegend": False} if trace["legendgroup"] in named else {}) for trace in panel.traces
-        ]
-        named |= {trace["legendgroup"] for trace in traces}
-        axis = {"matches": "x"} if place else {}
-        together.append(replace(panel, traces=traces, xaxis=axis, marks=marks))
+    together = [
+        replace(panel, xaxis={"matches": "x"} if place else {}, marks=marks)
+        for place, panel in enumerate(shown)
+    ]
     across = 3 if len(shown) > 4 else 2
     return grammar.panels(together, min(across, len(shown)), height=240, gaps=(0.08, 0.2))
 
