@@ -195,7 +195,12 @@ def _scores(
             filtered = [sample for sample in samples if sample["filter"] == filter_name]
             each = _each(filtered, metric, float(value))
             named = metric if filter_name == "none" else f"{metric} ({filter_name})"
-            given = {"value": float(value), "error": error, "count": len(filtered), "each": each}
+            given: dict[str, Any] = {
+                "value": float(value),
+                "error": error,
+                "count": len(filtered),
+                "each": each,
+            }
             given |= {"questions": questions, "version": version}
             scores.append(Score(task=name, metric=named, **given, **shared))
     return scores

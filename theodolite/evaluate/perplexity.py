@@ -64,7 +64,7 @@ class Perplexity:
 def _parts(sums: Any, sizes: Any) -> Float[np.ndarray, " contexts"]:
     """Return each context's part in a ratio of sums, to first order: their mean is the ratio."""
     ratio = sums.sum() / sizes.sum()
-    return ratio + (sums - ratio * sizes) / sizes.mean()  # type: ignore[no-any-return]
+    return ratio + (sums - ratio * sizes) / sizes.mean()
 
 
 LITERATURE = 2048

@@ -100,7 +100,7 @@ class Ranks:
         answer = self._of_all(answer)[0]
         if isinstance(answer, TheodoliteError):
             raise answer
-        return answer  # type: ignore[no-any-return]
+        return answer
 
     def raise_any(self, error: TheodoliteError | None) -> None:
         """Raise on all processes what any of them has to raise: else the others would wait for it for ever."""
@@ -263,7 +263,9 @@ class LookSums(Hooks):
         heads, contexts, distances = model.heads, len(tokens.ids), 2 * longest - 1
         self.length = longest
         self.attention_statistics = AttentionStatistics(model.layers, heads, longest, contexts, examples=0)
-        of_distances = dict.fromkeys(("by_distance", "with_distance"), (heads, distances))
+        of_distances: dict[str, tuple[int, ...]] = dict.fromkeys(
+            ("by_distance", "with_distance"), (heads, distances)
+        )
         self._parts: dict[str, LayerSums] = {
             "attention": self.attention_statistics,
             "distances": LayerSums(model.layers, of_distances),
