@@ -40,8 +40,7 @@ from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.system.progress import ENDING, ShowStage, handling
 from theodolite.system.wording import model_name, visible, with_error
 
-Bars = Callable[..., AbstractContextManager[ShowStage]]
-"""Progress bars of a `unit`."""
+Bars = Callable[..., AbstractContextManager[ShowStage]]  # progress bars of a `unit`
 
 
 @dataclass(frozen=True)

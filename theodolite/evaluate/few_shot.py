@@ -33,8 +33,7 @@ NAME = "few-shot"
 MOST_SHOTS, PROMPTS = 16, 100
 """Examples before the last line of a prompt, at the most; prompts of each task."""
 
-TOKENS_A_PASS = 2048
-"""Logits of as many tokens are in memory."""
+TOKENS_A_PASS = 2048  # logits of as many tokens are in memory
 
 
 @functools.cache

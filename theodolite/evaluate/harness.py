@@ -31,8 +31,7 @@ from theodolite.system.wording import nearest, with_extra
 BATCH, BOOTSTRAPS = 8, 1000
 """Requests per forward pass; resamples for metrics whose standard error has no closed form."""
 
-SEED, OTHER_SEED = 0, 1234
-"""Seed of Python's generator, and of all others, as in lm-eval's own command."""
+SEED, OTHER_SEED = 0, 1234  # seed of Python's generator, and of all others, as in lm-eval's own command
 
 
 @measures("model")

@@ -41,9 +41,7 @@ from theodolite.system.checkpoint_folders import ADAPTER, ADAPTER_FILES, SETTING
 from theodolite.system.run_folders import differences
 
 TABLE = "pruning.parquet"
-
-NAME = Path(factored.BLOCK).stem
-"""A finished block's, in unfinished work."""
+NAME = Path(factored.BLOCK).stem  # a finished block's, in unfinished work
 
 LOW_RANK = "low_rank/" + factored.BLOCK
 """In a folder of their own: a server takes whatever safetensors lie beside the weights for weights."""

@@ -27,14 +27,9 @@ product within it, where no pattern sets it."""
 _FACTORED_AT_ONCE, _STRIP = 512, 2048
 """Inputs a step of the factorisation of a Hessian; columns of what is left that are updated together."""
 
-ROWS = 1024
-"""Rows of a matrix of which there is a copy at a time."""
-
-_MAX_DAMPING = 1e12
-"""In mean diagonals: a matrix that needs more is far from positive semidefinite."""
-
-AGREEMENT = 1e-3
-"""Tolerance between a given sparsity and that of a pattern, such as 0.333 for 1/3."""
+ROWS = 1024  # rows of a matrix of which there is a copy at a time
+_MAX_DAMPING = 1e12  # in mean diagonals: a matrix that needs more is far from positive semidefinite
+AGREEMENT = 1e-3  # tolerance between a given sparsity and that of a pattern, such as 0.333 for 1/3
 
 _NEAR, _DAMPING = 0.05, (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 """Of the threshold search: how far a threshold is moved to see how many entries it passes, as a share of itself; step

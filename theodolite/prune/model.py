@@ -62,10 +62,7 @@ from theodolite.system.processor import multiplies_bfloat16_faster
 from theodolite.system.progress import ShowProgress
 
 SCHEMA_VERSION = 1
-
-WIDE = 512
-"""Width from which products are most of the time that it takes to read the text."""
-
+WIDE = 512  # width from which products are most of the time that it takes to read the text
 NO_TOKENS = "no token of the text reached it: all inputs weighted equally"
 
 MAX_ROUNDINGS = 16

@@ -12,16 +12,13 @@ from theodolite.system.checkpoint_folders import ADAPTER
 from theodolite.system.choices import check_number, check_whole
 
 METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
-
-FORMS = ("merged", "factored", ADAPTER)
-"""How a pruned checkpoint is written."""
+FORMS = ("merged", "factored", ADAPTER)  # how a pruned checkpoint is written
 
 RANK_RATIO, ITERATIONS, DAMPING = 0.25, 80, 0.1
 """Of OATS κ, the share of the kept parameters in the low-rank part, and alternations, as published; of SparseGPT, in
 mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
 
-TOKENS_A_BATCH = 1024
-"""Default batch: what a block computes of so many tokens stays in a processor's cache."""
+TOKENS_A_BATCH = 1024  # default batch: what a block computes of so many tokens stays in a processor's cache
 
 OF_METHOD = {"rank_ratio": ("oats",), "exact": ("oats", "sparsegpt", "wanda"), "damping": ("sparsegpt",)}
 """Options that not every method reads, and which do."""

@@ -37,8 +37,7 @@ from theodolite.prune.methods import (
 from theodolite.prune.options import ITERATIONS, RANK_RATIO
 from theodolite.system.processor import using_threads
 
-_CHECK_EVERY = 16
-"""Each 16th iteration and the last are checked for a direction that the subspace misses."""
+_CHECK_EVERY = 16  # each 16th iteration and the last are checked for a direction that the subspace misses
 
 SMALL = 192
 """Matrices with fewer rows or columns get a full SVD in each step, on one thread: where another process has the core of

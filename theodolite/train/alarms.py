@@ -19,11 +19,9 @@ from theodolite.system.wording import counted
 from theodolite.train.geometry import Geometry, residual_place
 
 Flags = NDArray[np.bool_]
-
 ENTROPY = "entropy collapse"
 RANK = "rank collapse"
 VANISHING = "vanishing signal"
-
 ADVICE = {
     ENTROPY: "lower the learning rate, warm up longer, or penalise W_QK",
     RANK: "lower the learning rate, warm up longer, or scale the residual branches down",

@@ -32,9 +32,7 @@ from theodolite.system.choices import check_whole
 from theodolite.theory.checks import check_real
 
 Gradient = Literal["exact", "published"]
-
-Strength = float | Callable[[int], float]
-"""κ: a number, or a function of how many optimizer steps are done."""
+Strength = float | Callable[[int], float]  # κ: a number, or a function of how many optimizer steps are done
 
 
 def locater_penalty(

@@ -27,11 +27,8 @@ from theodolite.train.record import Record
 CONTEXTS, LENGTH = 8, 128
 """Size of a monitor batch that is taken from a data set: 1,024 tokens, a small part of a usual step."""
 
-SEARCHED = 512
-"""Rows of a data set in which long enough ones are looked for."""
-
-PAGE_SHARE = 0.01
-"""Of the time, at most, goes into writing the page; in between it is as it was."""
+SEARCHED = 512  # rows of a data set in which long enough ones are looked for
+PAGE_SHARE = 0.01  # of the time, at most, goes into writing the page; in between it is as it was
 
 
 class GeometryWarning(UserWarning):

@@ -18,10 +18,7 @@ from theodolite.train.alarms import Alarm
 from theodolite.train.geometry import Geometry
 
 FILES = ("heads", "layers", "alarms", "losses")
-
-FOLDER = "geometry"
-"""Folder of the record, in a Trainer's `output_dir`."""
-
+FOLDER = "geometry"  # folder of the record, in a Trainer's `output_dir`
 OF_HEADS = ("entropy_share", "propagation", "sink_first", "sink_later", "largest_logit")
 DRAWN = dict.fromkeys(OF_HEADS, "heads") | {"rank_collapse": "layers"}
 """Columns that the page draws, and their tables."""
@@ -30,7 +27,6 @@ NEEDED = {"heads": {*OF_HEADS, "at_distance", "same_token", "sink_learned"}, "la
 """Columns that a resumed monitor judges again or draws."""
 
 PLACE = {"heads": ("layer", "head"), "layers": ("layer",)}
-
 Row = dict[str, Any]
 
 

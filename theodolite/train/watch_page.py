@@ -29,15 +29,9 @@ from theodolite.train.geometry import residual_place
 from theodolite.train.record import DRAWN, FOLDER, OF_HEADS, Record
 
 PAGE = "watch.html"
-RELOAD = 30
-"""Seconds after which an open page reads itself again."""
-
-LISTED, MARKED = 200, 2000
-"""Alarms in the list, and in the map, at most: the newest."""
-
-POINTS, CELLS = 500, 50_000
-"""Points of a line, and cells of a map, at most."""
-
+RELOAD = 30  # seconds after which an open page reads itself again
+LISTED, MARKED = 200, 2000  # alarms in the list, and in the map, at most: the newest
+POINTS, CELLS = 500, 50_000  # points of a line, and cells of a map, at most
 ALARM_COLOURS = {ENTROPY: style.VERMILLION, RANK: style.BLUE, VANISHING: style.ORANGE}
 
 
