@@ -45,28 +45,21 @@ Bars = Callable[..., AbstractContextManager[ShowStage]]  # progress bars of a `u
 
 @dataclass(frozen=True)
 class Questions:
-    """What every model is asked: the tasks, and how a text is read.
+    """What every model is asked: the tasks, and how a text is read."""
 
-    Attributes:
-        tasks: names; `few-shot` are the word tasks of this package, all others are lm-eval tasks.
-        folder, limit, download, chat_template, system: of lm-eval, as of `harness`.
-        prompts, seed: of each word task.
-        batch: of a forward pass; None: the default of each task.
-        stride, length: of the windows that a text is read in as one stream; None: it is read in contexts.
-        beginnings: what begins as the tokenizer begins a text, of `BEGINNINGS`.
-    """
-
-    tasks: tuple[str, ...]
-    folder: Path | None
+    tasks: tuple[str, ...]  # `few-shot` are the word tasks of this package, all others are lm-eval tasks
+    folder: (
+        Path | None
+    )  # this and `limit`, `download`, `chat_template`, `system` are of lm-eval, as of `harness`
     shots: tuple[int, ...]
-    prompts: int
+    prompts: int  # of each word task
     seed: int
     limit: int | None
-    batch: int | None
+    batch: int | None  # of a forward pass; None: the default of each task
     download: bool
-    stride: int | None = None
+    stride: int | None = None  # of the windows that a text is read in; None: it is read in contexts
     length: int | None = None
-    beginnings: str = "windows"
+    beginnings: str = "windows"  # what begins as the tokenizer begins a text, of `BEGINNINGS`
     chat_template: bool = False
     system: str | None = None
 

@@ -26,32 +26,22 @@ COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """One model's value on one task.
-
-    Attributes:
-        task: a corpus, a word task, or a task of lm-eval; `shots`: examples in each prompt.
-        value, error: with its standard error (NaN where unknown).
-        count: contexts, prompts or documents, the sample of the error; `batch`: of them per forward pass.
-        questions: hash of the questions; models are comparable where it is equal.
-        each: (count,) numbers whose mean is the value, or None.
-        version: of the task; `cut`: prompts truncated at the start to fit the model's positions.
-        chat_template: whether the tokenizer's made conversations of the prompts; `system`: the text of its turn.
-    """
+    """One model's value on one task."""
 
     model: str
-    task: str
-    shots: int
+    task: str  # a corpus, a word task, or a task of lm-eval
+    shots: int  # examples in each prompt
     metric: str
     value: float
-    error: float
-    count: int
-    batch: int
-    questions: str
-    each: Float[np.ndarray, " count"] | None = None
-    version: str = ""
-    cut: int = 0
-    chat_template: bool = False
-    system: str = ""
+    error: float  # its standard error, NaN where unknown
+    count: int  # contexts, prompts or documents, the sample of the error
+    batch: int  # of them per forward pass
+    questions: str  # hash of the questions; models are comparable where it is equal
+    each: Float[np.ndarray, " count"] | None = None  # numbers whose mean is the value
+    version: str = ""  # of the task
+    cut: int = 0  # prompts truncated at the start to fit the model's positions
+    chat_template: bool = False  # whether the tokenizer's made conversations of the prompts
+    system: str = ""  # the text of the system's turn
 
 
 SCHEMA_VERSION = 1

@@ -64,23 +64,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Alarm:
-    """An alarm: a head or a residual layer that collapses.
-
-    Attributes:
-        kind: `ENTROPY`, `RANK` or `VANISHING`.
-        layer, head: where; the head is None for a layer of the residual stream.
-        value: entropy over its maximum, relative residual, or ρ: the median of the last looks; `slope`: its Theil-Sen
-            slope a step.
-        collapsed: below the limit; else it is falling there, or the spectrum of W_QK says so.
-    """
+    """An alarm: a head or a residual layer that collapses."""
 
     step: int
-    kind: str
+    kind: str  # `ENTROPY`, `RANK` or `VANISHING`
     layer: int
-    head: int | None
-    value: float
-    slope: float
-    collapsed: bool = False
+    head: int | None  # None for a layer of the residual stream
+    value: float  # entropy over its maximum, relative residual, or ρ: the median of the last looks
+    slope: float  # the Theil-Sen slope of the value, a step
+    collapsed: bool = False  # below the limit; else it is falling there, or the spectrum of W_QK says so
 
     @property
     def place(self) -> str:
