@@ -428,12 +428,6 @@ class BlockByBlock:
     """The calibration contexts on their way through the blocks, batch by batch, and the witness beside them.
 
     The blocks of the model may be changed between calls. `WorkError` where they cannot be run one by one.
-
-    Args:
-        between: called after every batch; it may raise to stop.
-        folder: keep hidden states in files without a name there, which memory holds as far as it has room; None: in
-            memory.
-        rounded: take the products in bfloat16 (`torch.autocast`), all but those of the witness.
     """
 
     def __init__(
@@ -441,10 +435,11 @@ class BlockByBlock:
         model: OpenModel,
         corpus: Corpus,
         batch: int,
-        between: Callable[[], None],
-        folder: Path | None = None,
+        between: Callable[[], None],  # called after every batch; it may raise to stop
+        folder: Path
+        | None = None,  # of files without a name for hidden states, which memory holds as far as it can
         *,
-        rounded: bool = False,
+        rounded: bool = False,  # take the products in bfloat16, all but those of the witness
     ) -> None:
         self._model, self._between = model, between
         self._rounding = partial(torch.autocast, model.device.type, torch.bfloat16, enabled=rounded)
