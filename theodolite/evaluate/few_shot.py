@@ -91,9 +91,7 @@ class FewShotPrompts:
                 begin = stop - [len(f" {answer}\n") for _, answer in lines]
                 places = [np.searchsorted(ends, begin, "right"), np.searchsorted(starts, stop, "left")]
                 if (ends[places[1] - 1] != stop).any():
-                    raise UsageError(
-                        f"{NAME} needs a tokenizer with tokens that end with a line: line breaks, say"
-                    )
+                    raise UsageError(f"{NAME} needs tokens that end with a line: line breaks, say")
                 rows.append([*before, *read["input_ids"]])
                 answers.append(np.stack(places, axis=1) + len(before))
                 tasks.append(task)

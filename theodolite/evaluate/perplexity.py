@@ -188,14 +188,10 @@ def _windows(
     check_whole(stride=stride, length=window)
     check_length(window)
     if not isinstance(corpus, Corpus) or len(corpus.contexts) != 1 or corpus.images is not None:
-        raise UsageError(
-            "strided windows are of one stream of tokens: give a corpus of one context (make_stream)"
-        )
+        raise UsageError("strided windows are of one stream: give a corpus of one context (make_stream)")
     stream = corpus.contexts[0]
     if not 1 <= stride <= window:
-        raise UsageError(
-            f"a stride of {stride} leaves tokens out: give 1 to {window}, the length of a window"
-        )
+        raise UsageError(f"a stride of {stride} leaves tokens out: give 1 to {window}, a window's length")
     first = stream[:window].unsqueeze(0)
     first_window = Corpus.from_ids(first)
     check_fit(model, first_window, least_contexts=1)
@@ -216,10 +212,8 @@ def _windows(
 
     windows = cut(stream)
     sizes = [None] * len(windows) if corpus.text_bytes is None else cut(corpus.text_bytes[0])
-    opening, *later = (
-        _Batch(of, size, known, of.shape[1], begin) for of, size in zip(windows, sizes, strict=True)
-    )
-    return [replace(opening, known=max(len(begin), before, 1)), *later], batch
+    parts = [_Batch(of, size, known, of.shape[1], begin) for of, size in zip(windows, sizes, strict=True)]
+    return [replace(parts[0], known=max(len(begin), before, 1)), *parts[1:]], batch
 
 
 def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity, windows: str = "") -> list[Score]:

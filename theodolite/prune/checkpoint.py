@@ -300,9 +300,7 @@ def _in_adapter(matrix: PrunedMatrix) -> bool:
     return matrix.left is not None and matrix.expert is None
 
 
-def _write_adapter(
-    folder: Path, model: OpenModel, blocks: Iterable[Sequence[PrunedMatrix]], base: Path
-) -> None:
+def _write_adapter(folder: Path, model: OpenModel, blocks: Iterable[list[PrunedMatrix]], base: Path) -> None:
     """Write the low-rank parts as PEFT's `PeftModel.from_pretrained(model, folder)` reads them; `base` has the sparse.
 
     Of a module that W_Q, W_K and W_V share, B holds the left factors side by side, each in the rows of its own outputs,

@@ -302,9 +302,7 @@ def check_sparsity(sparsity: object) -> float:
     if sparsity is None:
         raise UsageError("no sparsity is given: pass the share to remove, or a pattern such as 2:4")
     if not isinstance(sparsity, numbers.Real) or not 0 < float(sparsity) < 1:
-        raise UsageError(
-            f"sparsity is {sparsity!r}: give the share to remove, between 0 and 1, both excluded"
-        )
+        raise UsageError(f"sparsity is {sparsity!r}: give the share to remove, between 0 and 1, excluded")
     return float(sparsity)
 
 

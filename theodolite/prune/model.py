@@ -377,13 +377,9 @@ def _without_skipped(model: OpenModel, options: PruningOptions) -> list[list[Mat
     in the model ("model.layers.0").
     """
     if model.interventions:
-        raise UsageError(
-            f"the opened model was modified ({model.interventions[-1]}): open it anew to prune it"
-        )
+        raise UsageError(f"the opened model was modified ({model.interventions[-1]}): open it anew")
     if (Path(model.id) / SETTINGS).is_file():
-        raise UsageError(
-            f"{model.id} is pruned already ({SETTINGS} is next to its weights): give the dense model"
-        )
+        raise UsageError(f"{model.id} is pruned already ({SETTINGS} is next to its weights): give another")
     matrices = block_matrices(model)
     if not any(matrices):
         raise UsageError(f"{model.source.name} has no linear layers in its blocks that could be pruned")

@@ -57,14 +57,10 @@ class PruningOptions:
         if self.form not in FORMS:
             raise UsageError(f"unknown format {self.form}: use one of {', '.join(FORMS)}")
         if streamed and self.out is None:
-            raise UsageError(
-                "the blocks of a streamed model are read from its files and not kept: give out, a folder"
-            )
+            raise UsageError("a streamed model is read from its files and not kept: give out, a folder")
         if self.form == ADAPTER:
             if self.method != "oats":
-                raise UsageError(
-                    f"{self.method} has no low-rank part that an adapter could hold: use oats, or --format merged"
-                )
+                raise UsageError(f"{self.method} has no low-rank part that an adapter could hold: use oats")
             if find_spec("peft") is None:
                 raise UsageError("adapters are PEFT's: pip install peft, or choose another --format")
         if isinstance(self.skip, str):

@@ -65,9 +65,7 @@ class TrackedCallback(TrainerCallback):
                 stacklevel=2,
             )
 
-    def _log(
-        self, args: Any, state: TrainerState, control: Any, step: int, logs: dict[str, float | str]
-    ) -> None:
+    def _log(self, args: Any, state: TrainerState, control: Any, step: int, logs: dict[str, Any]) -> None:
         """Log in `state.log_history`, and in the trackers of the Trainer that this is attached to.
 
         As `Trainer.log` would, but not on the terminal: they would drown the loss.
@@ -171,7 +169,7 @@ class GeometryCallback(TrackedCallback):
         numbers = self.monitor(state.global_step)  # every process, for they look together
         if not numbers or self.monitor.last is None or not state.is_world_process_zero:
             return
-        logs: dict[str, float | str] = {f"{FOLDER}/{name}": value for name, value in numbers.items()}
+        logs: dict[str, Any] = {f"{FOLDER}/{name}": value for name, value in numbers.items()}
         alarms = alarm_lines(self.monitor.new_alarms)
         if alarms:
             logs[f"{FOLDER}/alarm"] = "; ".join(alarms)

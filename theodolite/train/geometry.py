@@ -202,10 +202,8 @@ def monitor_corpus(
     corpus = Corpus.from_ids(ids, attention_mask=attention_mask, position_ids=position_ids)
     if corpus.lengths is not None:
         corpus = corpus.subset((corpus.lengths >= LEAST_LENGTH).nonzero().flatten())
-    if corpus.contexts.shape[1] < LEAST_LENGTH:
-        raise UsageError(
-            f"the monitor batch has contexts of {corpus.contexts.shape[1]} tokens: give {LEAST_LENGTH} or more"
-        )
+    if (length := corpus.contexts.shape[1]) < LEAST_LENGTH:
+        raise UsageError(f"the monitor batch has contexts of {length} tokens: give {LEAST_LENGTH} or more")
     return corpus
 
 

@@ -321,9 +321,7 @@ class Locater:
             if not callable(strength):
                 return strength
             if step is None:
-                raise UsageError(
-                    f"{name} is a function of the step: call the penalty with the steps done so far"
-                )
+                raise UsageError(f"{name} is a function of the step: call the penalty with the steps done")
             check_strength(name, value := strength(step))
             return value
 

@@ -134,9 +134,7 @@ class GeometryMonitor:
             geometry = self._reader.look(step, self._with_spectra(step))
         except WorkError as error:
             self._broken = True
-            self._warn(
-                f"step {step}: {error}; the weights are lost: go back to a checkpoint, lower the learning rate"
-            )
+            self._warn(f"step {step}: {error}; go back to a checkpoint, lower the learning rate")
             return {}
         self.new_alarms = self._judge.update(geometry)
         self.last = geometry
@@ -275,16 +273,12 @@ def monitor_batch(
     `UsageError` where the data set cannot be indexed, has no `input_ids`, or only rows below 8 tokens.
     """
     if not isinstance(rows, Sized) or not hasattr(rows, "__getitem__"):
-        raise UsageError(
-            "the training data is a stream, which a monitor batch would use up: give its token ids yourself"
-        )
+        raise UsageError("the training data is a stream, which a batch would use up: give its token ids")
     found: list[Tensor] = []
     for index in range(min(len(rows), SEARCHED)):
         row = rows[index]
         if "input_ids" not in row:
-            raise UsageError(
-                "the rows of the training data have no input_ids: give the monitor batch's token ids"
-            )
+            raise UsageError("the rows of the training data have no input_ids: give the batch's token ids")
         ids = torch.as_tensor(np.asarray(row["input_ids"])).flatten()
         if "attention_mask" in row:
             ids = ids[torch.as_tensor(np.asarray(row["attention_mask"])).flatten().bool()]
@@ -293,9 +287,7 @@ def monitor_batch(
         if sum(len(ids) >= length for ids in found) == contexts:
             break
     if not found:
-        raise UsageError(
-            f"no row of the training data has {LEAST_LENGTH} tokens or more: give the monitor batch's token ids"
-        )
+        raise UsageError(f"no row of the data has {LEAST_LENGTH} tokens or more: give the batch's token ids")
     longest = sorted(map(len, found), reverse=True)[:contexts]
     length = min(length, longest[-1])
     return torch.stack([ids[:length] for ids in found if len(ids) >= length][:contexts]).long()

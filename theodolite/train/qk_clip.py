@@ -54,12 +54,10 @@ class QKClip:
         source = training_source(model)
         self._model = source.root
         if parallel_group(self._model) is not None:
-            raise UsageError(
-                "each rank has some of the heads: make the QKClip before the model is tensor parallel"
-            )
+            raise UsageError("each rank has some heads: make the QKClip before the model is tensor parallel")
         if any(map(is_of_deepspeed, self._model.parameters())):
             raise UsageError(
-                f"the weights of {source.name} are held by DeepSpeed in tensors of its own: {_CLIPPED}"
+                f"DeepSpeed holds the weights of {source.name} in tensors of its own: {_CLIPPED}"
             )
         with evaluation_mode(self._model), on_a_few_tokens(source):
             structure = find_structure(source)
@@ -94,7 +92,7 @@ class QKClip:
             for name, rows in self._held.items():
                 if is_of_deepspeed(getattr(rows.module, rows.name)):
                     raise UsageError(
-                        f"{name} has a copy in DeepSpeed's optimizer, which would undo it: {_CLIPPED}"
+                        f"{name} has a copy in DeepSpeed's optimizer, which undoes it: {_CLIPPED}"
                     )
             for layer, rows in self._rows.items():
                 layers, heads = self._layers_of[layer], self._heads_of[layer]
