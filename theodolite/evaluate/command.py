@@ -48,9 +48,7 @@ class Questions:
     """What every model is asked: the tasks, and how a text is read."""
 
     tasks: tuple[str, ...]  # `few-shot` are the word tasks of this package, all others are lm-eval tasks
-    folder: (
-        Path | None
-    )  # this and `limit`, `download`, `chat_template`, `system` are of lm-eval, as of `harness`
+    folder: Path | None  # this, `limit`, `download`, `chat_template` and `system` are as of `harness`
     shots: tuple[int, ...]
     prompts: int  # of each word task
     seed: int

@@ -176,12 +176,7 @@ def _contexts(model: OpenModel, corpus: Corpus, batch: int) -> Iterator[_Batch]:
 
 
 def _windows(
-    model: OpenModel,
-    corpus: Corpus,
-    stride: int,
-    length: int | None,
-    as_published: bool,
-    batch: int | None,
+    model: OpenModel, corpus: Corpus, stride: int, length: int | None, as_published: bool, batch: int | None
 ) -> tuple[list[_Batch], int]:
     """Cut a stream into batches of windows; return these, and how many windows a forward pass reads."""
     window = window_length(model, length)

@@ -106,9 +106,7 @@ class Evaluation:
                     self._out.parent.mkdir(parents=True, exist_ok=True)
                     values = {"schema_version": SCHEMA_VERSION, "measured": rows}
                     files.write_json_checked(self._out, values, indent=None)
-        if self._measured.keys() >= set(
-            self._work.names()
-        ):  # what was begun, and is not asked for now, stays
+        if self._measured.keys() >= set(self._work.names()):  # what was begun, and is not asked for, stays
             self._work.remove()
         return self._measured[name][1]
 

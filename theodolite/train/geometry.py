@@ -170,9 +170,7 @@ class GeometryReader:
         """Measure now; with `spectra` also every head's weights, for as much time again. `WorkError` names a layer."""
         started = time.perf_counter()
         sums: State = {}
-        dtype = autocast_dtype(
-            self.model.root
-        )  # a look rounds as training does; outside of what switches that off
+        dtype = autocast_dtype(self.model.root)  # as training rounds; outside of what switches that off
         with evaluation_mode(self.model.root):
             for tokens, counts in self._batches:
                 own, error = LookSums(self.model, tokens, self._longest), None

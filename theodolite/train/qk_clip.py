@@ -56,9 +56,7 @@ class QKClip:
         if parallel_group(self._model) is not None:
             raise UsageError("each rank has some heads: make the QKClip before the model is tensor parallel")
         if any(map(is_of_deepspeed, self._model.parameters())):
-            raise UsageError(
-                f"DeepSpeed holds the weights of {source.name} in tensors of its own: {_CLIPPED}"
-            )
+            raise UsageError(f"DeepSpeed holds weights of {source.name} in tensors of its own: {_CLIPPED}")
         with evaluation_mode(self._model), on_a_few_tokens(source):
             structure = find_structure(source)
             calls = capture_calls(self._model, structure, source.small_pass(POSITIONS))
@@ -91,9 +89,7 @@ class QKClip:
             check_held(self._model, self._held, "parameter", "QKClip")
             for name, rows in self._held.items():
                 if is_of_deepspeed(getattr(rows.module, rows.name)):
-                    raise UsageError(
-                        f"{name} has a copy in DeepSpeed's optimizer, which undoes it: {_CLIPPED}"
-                    )
+                    raise UsageError(f"{name}'s copy in DeepSpeed's optimizer would undo it: {_CLIPPED}")
             for layer, rows in self._rows.items():
                 layers, heads = self._layers_of[layer], self._heads_of[layer]
                 most = logits[layers, :heads].amax(dim=0)

@@ -156,10 +156,8 @@ def _loss_panel(losses: pd.DataFrame) -> Panel:
 def _lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
     """Draw panels against the step that zoom together, with the first alarm of each kind in all of them."""
     first = {alarm.kind: alarm.step for alarm in reversed(alarms)}
-    marks = [
-        (float(step), {"color": ALARM_COLOURS[kind], "width": 1.2, "dash": "dash"})
-        for kind, step in first.items()
-    ]
+    look = {"width": 1.2, "dash": "dash"}
+    marks = [(float(step), look | {"color": ALARM_COLOURS[kind]}) for kind, step in first.items()]
     together = [
         replace(panel, xaxis={"matches": "x"} if place else {}, marks=marks)
         for place, panel in enumerate(shown)
