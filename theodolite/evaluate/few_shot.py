@@ -170,7 +170,7 @@ def prompts_for(model: OpenModel, prompts: int, seed: int, shots: int = MOST_SHO
 
 def few_shot_scores(
     name: str,
-    answers: dict[str, Bool[np.ndarray, "prompts lines"]],
+    answers: dict[str, np.ndarray],
     shots: Sequence[int],
     *,
     seed: int = 0,

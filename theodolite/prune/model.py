@@ -46,15 +46,7 @@ from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of, r
 from theodolite.passes.run import describe_corpus, describe_model, describe_pass
 from theodolite.prune import checkpoint, methods
 from theodolite.prune.checkpoint import Pruned, UnfinishedPruning
-from theodolite.prune.options import (
-    DAMPING,
-    ITERATIONS,
-    RANK_RATIO,
-    TOKENS_A_BATCH,
-    PruningOptions,
-    RankRatio,
-    Sparsity,
-)
+from theodolite.prune.options import TOKENS_A_BATCH, PruningOptions, RankRatio, Sparsity
 from theodolite.prune.sparse_low_rank import oats, rank_and_entries
 from theodolite.system.checkpoint_folders import ADAPTER, SETTINGS, refuse_inside
 from theodolite.system.choices import wider_than
@@ -83,10 +75,10 @@ def prune_model(
     sparsity: Sparsity = None,
     *,
     pattern: str | None = None,
-    rank_ratio: RankRatio = RANK_RATIO,
-    iterations: int = ITERATIONS,
+    rank_ratio: RankRatio = PruningOptions.rank_ratio,
+    iterations: int = PruningOptions.iterations,
     seed: int = 0,
-    damping: float = DAMPING,
+    damping: float = PruningOptions.damping,
     exact: bool = False,
     skip: Sequence[str] = (),
     out: str | Path | None = None,

@@ -23,17 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.prune.methods import (
-    AGREEMENT,
-    Pattern,
-    ThresholdTracker,
-    check_ratio,
-    check_sparsity,
-    checked_inputs,
-    checked_weight,
-    pattern_of,
-    precision_of,
-)
+from theodolite.prune import methods
 from theodolite.prune.options import ITERATIONS, RANK_RATIO
 from theodolite.system.processor import using_threads
 
@@ -79,7 +69,7 @@ class SparseLowRank:
 
     def dense(self) -> Float[Tensor, "outputs inputs"]:
         """Sum the parts to one matrix in their dtype, rounded once."""
-        precision = precision_of(self.sparse)
+        precision = methods.precision_of(self.sparse)
         sparse, left, right = (part.to(precision) for part in (self.sparse, self.left, self.right))
         return torch.addmm(sparse, left, right).to(self.sparse.dtype)
 
@@ -89,7 +79,7 @@ class Budget(NamedTuple):
 
     rank: int
     entries: int
-    pattern: Pattern | None
+    pattern: methods.Pattern | None
 
 
 @torch.no_grad()
@@ -129,12 +119,12 @@ def oats(
     Raises:
         UsageError: numbers that are not finite, shapes that do not fit, or settings out of range.
     """
-    weight = checked_weight(weight)
-    moments = checked_inputs("second_moment", second_moment, weight)
+    weight = methods.checked_weight(weight)
+    moments = methods.checked_inputs("second_moment", second_moment, weight)
     budget = rank_and_entries(weight.shape, sparsity, rank_ratio, pattern)
     if iterations < 1:
         raise UsageError(f"iterations is {iterations}: give 1 or more")
-    original = weight.to(precision_of(weight))
+    original = weight.to(methods.precision_of(weight))
     scale = (moments / moments.max()).sqrt().to(original.dtype)
     scaled = original * scale
     generator = torch.Generator(weight.device).manual_seed(seed)
@@ -143,7 +133,7 @@ def oats(
         iterations = 1
     target, residual = scaled.clone(), torch.empty_like(scaled)
     scores, mask = torch.empty_like(scaled), torch.zeros_like(scaled)
-    search, stalls = ThresholdTracker(budget.entries), 0
+    search, stalls = methods.ThresholdTracker(budget.entries), 0
     with using_threads(1 if small else torch.get_num_threads()):
         for iteration in range(iterations):
             if iteration:
@@ -178,15 +168,15 @@ def rank_and_entries(
 ) -> Budget:
     """Compute what `oats` keeps of a matrix (outputs, inputs) by its arguments, checked as there."""
     outputs, inputs = shape
-    pattern = pattern_of(given, inputs)
-    check_ratio(rank_ratio)
+    pattern = methods.pattern_of(given, inputs)
+    methods.check_ratio(rank_ratio)
     most = math.inf
     if pattern is not None and rank_ratio < 1:
         most = pattern.density / (1 - rank_ratio)
     if sparsity is None and pattern is not None and most >= 1:
         raise UsageError(f"pattern {pattern} with rank_ratio {rank_ratio:g} fixes no sparsity: pass one")
-    density = most if sparsity is None and pattern is not None else 1 - check_sparsity(sparsity)
-    if density > most + AGREEMENT:
+    density = most if sparsity is None and pattern is not None else 1 - methods.check_sparsity(sparsity)
+    if density > most + methods.AGREEMENT:
         raise UsageError(
             f"pattern {pattern} with rank_ratio {rank_ratio:g} removes at least {1 - most:.4g}, not {sparsity:g}: "
             f"pass sparsity {1 - most:.4g} or None, or a larger rank_ratio"
@@ -198,7 +188,7 @@ def rank_and_entries(
 
 
 def _mark_kept(
-    residual: Tensor, budget: Budget, search: ThresholdTracker, scores: Tensor, mask: Tensor
+    residual: Tensor, budget: Budget, search: methods.ThresholdTracker, scores: Tensor, mask: Tensor
 ) -> None:
     """Set `mask` to 1 at the entries of largest |residual| that the budget allows, else 0; `scores` is overwritten."""
     torch.abs(residual, out=scores)
