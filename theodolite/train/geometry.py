@@ -142,16 +142,14 @@ class GeometryReader:
         model: nn.Module | OpenModel,
         ids: Int[Tensor, "contexts positions"],
         over_ranks: bool = False,
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        **rows: Tensor | None,  # attention_mask, position_ids
     ) -> None:
         source = training_source(model)
         if source.reads != "input_ids":
             raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
         together = over_ranks or is_spread(source.root)
         self.ranks = Ranks.current(parallel_group(source.root)) if together else Ranks()
-        corpus = self.ranks.from_first(lambda: monitor_corpus(ids, attention_mask, position_ids))
+        corpus = self.ranks.from_first(lambda: monitor_corpus(ids, **rows))
         self._longest = corpus.contexts.shape[1]
         with evaluation_mode(source.root):
             parts = verified_parts(source, LEAST_LENGTH, skip_overflow=True)
@@ -259,14 +257,10 @@ class LookSums(Hooks):
         heads, contexts, distances = model.heads, len(tokens.ids), 2 * longest - 1
         self.length = longest
         self.attention_statistics = AttentionStatistics(model.layers, heads, longest, contexts, examples=0)
-        of_distances: dict[str, tuple[int, ...]] = dict.fromkeys(
-            ("by_distance", "with_distance"), (heads, distances)
-        )
-        self._parts: dict[str, LayerSums] = {
-            "attention": self.attention_statistics,
-            "distances": LayerSums(model.layers, of_distances),
-        }
-        self._layers = model.layers
+        shape = (heads, distances)
+        of_distances = LayerSums(model.layers, {"by_distance": shape, "with_distance": shape})
+        self._parts = {"attention": self.attention_statistics, "distances": of_distances}
+        self._residual: dict[int, State] = {}
         self._tokens = tokens
         none = torch.empty(0, dtype=torch.int64)
         self._sample = Sample(torch.full((contexts,), -1), none, none)
@@ -281,12 +275,7 @@ class LookSums(Hooks):
         means.update(0, hidden, 0)
         outliers.update(0, hidden, 0)
         sums = {name: tensor[0] for name, tensor in (means.state() | outliers.state()).items()}
-        if "residual" not in self._parts:
-            self._parts["residual"] = LayerSums(
-                self._layers + 1, {name: tuple(sums[name].shape) for name in RESIDUAL}
-            )
-        for name in RESIDUAL:
-            self._parts["residual"].add(name, layer, sums[name])
+        self._residual[layer] = {name: sums[name] for name in RESIDUAL}
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Measure one layer's attention, and compute its output."""
@@ -303,6 +292,8 @@ class LookSums(Hooks):
     def state(self, counts: bool) -> State:
         """Return the sums, leading with layers; zeros unless it `counts`, but for maxima."""
         parts = {name: part.state() for name, part in self._parts.items()}
+        residual = [of_layer for _, of_layer in sorted(self._residual.items())]
+        parts["residual"] = {name: torch.stack([of[name] for of in residual]) for name in RESIDUAL}
         # Rows of tokens differ from process to process, and no column is made of them.
         attention = {name: t for name, t in parts["attention"].items() if not name.startswith("sink_tokens.")}
         # A learned sink column is one more outcome beside the keys.
