@@ -97,20 +97,16 @@ class FewShotPrompts:
                 tasks.append(task)
         return cls(tuple(tasks), padded(rows, 0), torch.from_numpy(np.stack(answers)))
 
-    def asked_of(self, model: OpenModel, batch: int | None = None) -> Rows[slice]:
+    def asked_of(self, model: OpenModel, batch: int | None = None) -> Rows[Tensor]:
         """Return the steps of asking a model as it is now, a prompt each: `right`, of all prompts and lines."""
         if batch is not None and batch < 1:
             raise UsageError(f"a batch of {batch} prompts reads nothing: use --batch 1 or more")
         size = batch or max(1, TOKENS_A_PASS // self.ids.shape[1])
-        parts = [slice(first, min(first + size, len(self.ids))) for first in range(0, len(self.ids), size)]
-
-        def read(part: slice) -> dict[str, Tensor]:
-            return {"right": self.right(model, part, self.ids[part])}
-
-        return Rows(parts, read, lambda part: part.stop - part.start)
+        parts = torch.arange(len(self.ids), device="cpu").split(size)
+        return Rows(parts, lambda part: {"right": self.right(model, part, self.ids[part])}, len)
 
     def right(
-        self, model: OpenModel, part: slice, ids: Int[Tensor, "prompts positions"]
+        self, model: OpenModel, part: slice | Tensor, ids: Int[Tensor, "prompts positions"]
     ) -> Bool[Tensor, "prompts lines"]:
         """Mark the answers of some prompts of which each token is the most likely one, as greedy decoding writes it.
 
