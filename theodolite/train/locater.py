@@ -105,36 +105,6 @@ def head_moments(
     return traces.flatten(-2), squares.flatten(-2)
 
 
-def add_penalty_gradient(
-    w_q: Float[Tensor, "heads width head_width"],
-    w_k: Float[Tensor, "key_heads width head_width"],
-    into_q: Float[Tensor, "heads width head_width"] | None,
-    into_k: Float[Tensor, "key_heads width head_width"] | None,
-    scale: float,
-    mean: float,
-    factor: float = 1.0,
-) -> Float[Tensor, ""]:
-    """Add the penalty's gradients, times `factor`, to views of gradients, or None of what is not trained; returns it.
-
-    2κ₁ W_q (W_kᵀ W_k) + 2κ₂ (t − 1) W_k, t = tr W_QK, and the same for W_k, in half of the time of a graph.
-    """
-    with torch.autocast(w_q.device.type, enabled=False):
-        groups = w_k.shape[0]
-        grouped_q, shared_k = w_q.unflatten(0, (groups, -1)), w_k.unsqueeze(1)
-        gram_q, gram_k = grouped_q.mT @ grouped_q, w_k.mT @ w_k
-        away = (grouped_q * shared_k).sum((-2, -1)) - 1
-        value = scale * (gram_q * gram_k.unsqueeze(1)).sum() + mean * away.square().sum()
-        slope, strength = (2 * factor * mean * away)[..., None, None], 2 * factor * scale
-        if into_q is not None:
-            _add_product(into_q, w_q, (strength * gram_k).repeat_interleave(len(w_q) // groups, dim=0))
-            into_q.unflatten(0, (groups, -1)).addcmul_(shared_k, slope)
-        if into_k is not None:
-            _add_product(into_k, w_k, strength * gram_q.sum(dim=1))
-            for query, by_head in zip(grouped_q.unbind(1), slope.unbind(1), strict=True):
-                into_k.addcmul_(query, by_head)
-        return value
-
-
 def _add_product(into: Tensor, w: Tensor, gram: Tensor) -> None:
     """Add w @ gram in the layout of the matrix that `into` is a view of; a Gram matrix is its own transpose."""
     if into.stride(-2) == 1:
@@ -263,16 +233,35 @@ class Locater:
         return value
 
     def _added(self, layer: Projections, strengths: tuple[float, float], factor: float) -> Tensor:
-        """Add the gradient of one layer's penalty; returns the penalty."""
-        into: list[Tensor | None] = [None, None]
-        for place, projection in enumerate((layer.query, layer.key)):
+        """Add the gradient of one layer's penalty; returns the penalty.
+
+        2κ₁ W_q (W_kᵀ W_k) + 2κ₂ (t − 1) W_k, t = tr W_QK, and the same for W_k, in half of the time of a graph.
+        """
+        (scale, mean), pair = strengths, (layer.query, layer.key)
+        into: list[Tensor | None] = []
+        for projection in pair:
             weight = projection.weight
-            if weight.requires_grad:
-                if weight.grad is None:
-                    weight.grad = torch.zeros_like(weight)
-                into[place] = projection.view_of(weight.grad)
-        w_q, w_k = (p.view_of(p.weight) for p in (layer.query, layer.key))
-        return add_penalty_gradient(w_q, w_k, into[0], into[1], *strengths, factor)
+            if weight.requires_grad and weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            gradient = weight.grad if weight.requires_grad else None
+            into.append(None if gradient is None else projection.view_of(gradient))
+        into_q, into_k = into
+        w_q, w_k = (p.view_of(p.weight) for p in pair)
+        with torch.autocast(w_q.device.type, enabled=False):
+            groups = w_k.shape[0]
+            grouped_q, shared_k = w_q.unflatten(0, (groups, -1)), w_k.unsqueeze(1)
+            gram_q, gram_k = grouped_q.mT @ grouped_q, w_k.mT @ w_k
+            away = (grouped_q * shared_k).sum((-2, -1)) - 1
+            value = scale * (gram_q * gram_k.unsqueeze(1)).sum() + mean * away.square().sum()
+            slope, strength = (2 * factor * mean * away)[..., None, None], 2 * factor * scale
+            if into_q is not None:
+                _add_product(into_q, w_q, (strength * gram_k).repeat_interleave(len(w_q) // groups, dim=0))
+                into_q.unflatten(0, (groups, -1)).addcmul_(shared_k, slope)
+            if into_k is not None:
+                _add_product(into_k, w_k, strength * gram_q.sum(dim=1))
+                for query, by_head in zip(grouped_q.unbind(1), slope.unbind(1), strict=True):
+                    into_k.addcmul_(query, by_head)
+            return value
 
     def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[GradientShard]]:
         """Compute the penalty and this rank's shards of its gradients, gathering the weights of one layer at a time."""
