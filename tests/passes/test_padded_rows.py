@@ -75,7 +75,7 @@ def test_a_monitor_batch_is_of_its_contexts_alone(model, way):
     ids, rows, _ = laid(way)
     look = GeometryReader(model.hf, ids, **rows).look()
     alone = [GeometryReader(model.hf, own[None]).look() for own in DOCUMENTS]
-    weights = {"entropy": LENGTHS, "log_sum_exp": LENGTHS, "propagation_queries": None, "sink_first": None}
+    weights = {"entropy": LENGTHS, "log_sum_exp": LENGTHS, "sink_first": None}
     for name, weight in weights.items():
         expected = np.average([of.heads[name] for of in alone], axis=0, weights=weight)
         np.testing.assert_allclose(look.heads[name], expected, rtol=1e-6, atol=1e-9, err_msg=name)

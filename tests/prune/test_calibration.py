@@ -17,7 +17,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import WorkError
 from theodolite.models.structure import first_tensor
 from theodolite.models.weights.block_matrices import Matrix, block_matrices, one_expert_at_a_time
-from theodolite.prune.calibration import BlockByBlock, InputMoments, Moments
+from theodolite.prune.model import BlockByBlock, InputMoments, Moments
 
 
 def recorded(model, layer: int, run: Callable[[], object]) -> list[torch.Tensor]:

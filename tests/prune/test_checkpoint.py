@@ -16,8 +16,9 @@ from theodolite import open_model
 from theodolite.errors import UsageError, WorkError
 from theodolite.jobs import unfinished
 from theodolite.models.stored.lazy_weights import open_streamed
-from theodolite.prune import Pruned, checkpoint, prune_model
+from theodolite.prune import Pruned, prune_model
 from theodolite.prune.model import _Pruning
+from theodolite.system import files
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks it
 
@@ -163,7 +164,7 @@ def test_a_folder_that_exists_is_refused_but_for_an_empty_one_or_a_link_to_one(t
 
 
 @pytest.mark.parametrize(
-    ("module", "what", "kept"), [(unfinished, "write_checked", 1), (checkpoint, "bytes_digest", 5)]
+    ("module", "what", "kept"), [(unfinished, "write_checked", 1), (files, "bytes_digest", 4)]
 )
 def test_a_full_disk_is_said_in_a_line_and_leaves_nothing_half(
     module, what, kept, finished, tmp_path, monkeypatch, pruned

@@ -217,8 +217,8 @@ def test_the_best_entries_under_both_are_found(entries, seed):
     """All choices of so many of eight entries, at most two in each four, tried."""
     row = torch.from_numpy(np.random.default_rng(seed).normal(size=(1, 8)))
     scores, kept = torch.empty_like(row), torch.empty_like(row)
-    budget = module.Budget(1, entries, module.Pattern(2, 4))
-    module._mark_kept(row, budget, module.ThresholdTracker(entries), scores, kept)
+    budget = module.Budget(1, entries, module.methods.Pattern(2, 4))
+    module._mark_kept(row, budget, module.methods.ThresholdTracker(entries), scores, kept)
     best = max(
         sum(float(row[0, i]) ** 2 for i in chosen)
         for chosen in itertools.combinations(range(8), entries)

@@ -137,17 +137,16 @@ def test_strengths_may_be_functions_of_the_step():
         ({"layers": [3]}, "layer 3 does not exist: this model has layers 0 to 2"),
         ({"layers": [1, 1]}, "each once"),
         ({"layers": []}, "one layer or more"),
-        ({"layers": 0}, r"layers is 0: give a list of whole numbers, as \[0, 1\]"),
+        ({"layers": [0.5]}, r"layers\[0\] is 0\.5: give a whole number"),
         ({"scale": float("nan")}, "scale is nan"),
         ({"scale": "a"}, "scale is 'a': give a number of 0 or more"),
         ({"mean": 1j}, "mean is 1j: give a number"),
-        ({"gradient": "printed"}, "choose exact or published"),
     ],
 )
 def test_a_wrong_call_is_refused(arguments, words):
     with pytest.raises(UsageError, match=words):
         Locater(checkpoints.build("llama2"), **({"scale": SCALE, "mean": MEAN} | arguments))
-    if "does not exist" not in words and "one" not in words and "once" not in words:
+    if "layers" not in arguments:
         with pytest.raises(UsageError, match=words):  # at once, not when training begins
             LocaterCallback(**({"scale": SCALE, "mean": MEAN} | arguments))
 

@@ -196,7 +196,7 @@ def test_wrong_calls_are_refused():
         with pytest.raises(UsageError, match=words):
             QKClip(checkpoints.build(family))
     model = checkpoints.build("llama2")
-    for threshold in (0, float("nan"), float("inf"), "100", True):
+    for threshold in (0, float("nan"), float("inf"), "100"):
         for made in (lambda wrong: QKClip(model, wrong), QKClipCallback):
             with pytest.raises(UsageError, match=r"threshold is .*: give a number above 0"):
                 made(threshold)
@@ -204,7 +204,6 @@ def test_wrong_calls_are_refused():
     not_finite = torch.tensor([[0.0] * 4, [0.0, torch.nan, 0.0, 0.0], [200.0] * 4])
     for largest, words in (
         (torch.zeros(4), r"shape \(4,\): give \(3, 4\), \(layers, heads\)"),
-        ("abc", r"^largest logits are 'abc': give a tensor \(3, 4\), \(layers, heads\)$"),
         (not_finite, r"largest logits of layer 1 are .*nan"),
     ):
         with pytest.raises(UsageError, match=words):

@@ -23,7 +23,7 @@ from theodolite.train.alarms import RANK, Alarm
 from theodolite.train.geometry import Geometry
 from theodolite.train.monitor import GeometryMonitor, GeometryWarning, RecordWarning
 from theodolite.train.record import OF_HEADS, Record
-from theodolite.train.watch_page import LISTED, PAGE, POINTS, first_of_groups, render
+from theodolite.train.watch_page import LISTED, PAGE, POINTS, render
 
 IDS = torch.randint(checkpoints.VOCABULARY, (8, 24), generator=torch.Generator().manual_seed(1))
 LOOKS = (*range(10), 12, 16, 17, 30)
@@ -141,15 +141,6 @@ def test_a_page_of_thousands_of_looks_is_light_and_hides_nothing(tmp_path):
     assert page.count("<td>rank collapse</td>") == LISTED
     assert f"The newest {LISTED} of 3000" in page
     assert len(re.sub(r"<script nonce.*?</script>", "", page, flags=re.DOTALL)) < 1 << 21
-
-
-@pytest.mark.parametrize("count", [1, POINTS, POINTS + 1, 123_457])
-def test_looks_that_share_a_point_do_not_move_as_others_come(count):
-    groups = first_of_groups(count, POINTS)
-    assert groups[0] == 0
-    assert len(groups) <= POINTS
-    assert len(groups) == count or len(groups) > POINTS // 2
-    assert set(first_of_groups(count + 1, POINTS)) <= {*groups, count}
 
 
 def test_it_stands_alone_and_reloads_itself_until_the_run_has_ended(tmp_path):

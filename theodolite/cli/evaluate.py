@@ -176,7 +176,6 @@ def evaluate_command(
                 corpus = read.read(model, stopped, **how)
             scores += evaluate(model, corpus, asked, evaluation, partial(bars, stopped))
             del model  # before the next one is opened
-        evaluation.finish()
         _finish(scores, {"versions": versions(), "models": described}, as_json)
 
 

@@ -1,4 +1,4 @@
-"""The measurements of `theodolite evaluate` on each model, and its tables. No command-line parsing here."""
+"""The measurements of `theodolite evaluate` on each model, and its tables."""
 
 from __future__ import annotations
 
@@ -31,46 +31,33 @@ from theodolite.evaluate.perplexity import (
     perplexity_scores,
     window_length,
 )
-from theodolite.evaluate.scores import Evaluation, Score, score_as_json, score_of_json
-from theodolite.jobs.job import Rows, Steps
+from theodolite.evaluate.scores import Evaluation, Score
+from theodolite.jobs.job import Steps
 from theodolite.jobs.unfinished import Notes, Tensors
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.system.progress import ENDING, ShowStage, handling
-from theodolite.system.wording import counted, model_name, visible, with_error
+from theodolite.system.wording import model_name, visible, with_error
 
-Bars = Callable[..., AbstractContextManager[ShowStage]]
-"""Progress bars of a `unit`."""
-
-Make = Callable[[], Steps]
-ScoresIn = Callable[[Tensors, Notes], list[Score]]
+Bars = Callable[..., AbstractContextManager[ShowStage]]  # progress bars of a `unit`
 
 
 @dataclass(frozen=True)
 class Questions:
-    """The tasks that every model is evaluated on, besides the loss on a text.
+    """What every model is asked: the tasks, and how a text is read."""
 
-    Attributes:
-        tasks: names; `few-shot` are the word tasks of this package, all others are lm-eval tasks.
-        folder, limit, download, chat_template, system: of lm-eval, as of `harness`.
-        prompts, seed: of each word task.
-        batch: of a forward pass; None: the default of each task.
-        stride, length: of the windows that a text is read in as one stream; None: it is read in contexts.
-        beginnings: what begins as the tokenizer begins a text, of `BEGINNINGS`.
-    """
-
-    tasks: tuple[str, ...]
-    folder: Path | None
+    tasks: tuple[str, ...]  # `few-shot` are the word tasks of this package, all others are lm-eval tasks
+    folder: Path | None  # this, `limit`, `download`, `chat_template` and `system` are as of `harness`
     shots: tuple[int, ...]
-    prompts: int
+    prompts: int  # of each word task
     seed: int
     limit: int | None
-    batch: int | None
+    batch: int | None  # of a forward pass; None: the default of each task
     download: bool
-    stride: int | None = None
+    stride: int | None = None  # of the windows that a text is read in; None: it is read in contexts
     length: int | None = None
-    beginnings: str = "windows"
+    beginnings: str = "windows"  # what begins as the tokenizer begins a text, of `BEGINNINGS`
     chat_template: bool = False
     system: str | None = None
 
@@ -80,35 +67,29 @@ class Questions:
         return [task for task in self.tasks if task != NAME]
 
     @property
-    def lm_eval_batch(self) -> int:
-        """Requests per forward pass of lm-eval."""
-        return BATCH if self.batch is None else self.batch
+    def asks_lm_eval(self) -> bool:
+        """True if lm-eval is asked anything."""
+        return bool(self.of_lm_eval or self.folder)
 
     def check(self) -> None:
         """Raise `UsageError` where a task of this package cannot be asked so."""
         if NAME in self.tasks and max(self.shots) > MOST_SHOTS:
             raise UsageError(f"{NAME} takes up to {MOST_SHOTS} examples: use --shots 0-{MOST_SHOTS}")
-        if self.of_lm_eval or self.folder:
+        if self.asks_lm_eval:
             task_manager(self.of_lm_eval, self.folder)
 
     def check_model(self, model: OpenModel, corpus: Corpus | None) -> None:
         """Raise `UsageError` where a model cannot be asked; it does not run."""
         check_predicts(model)
-        if self.of_lm_eval or self.folder:
-            check_asked(model, self.lm_eval_batch, self.limit, self.chat_template)
+        if self.asks_lm_eval:
+            check_asked(model, BATCH if self.batch is None else self.batch, self.limit, self.chat_template)
         if corpus is not None:
-            length = None if self.stride is None else window_length(model, self.length)
-            how: dict[str, Any] = {"stride": self.stride, "length": length, "batch": self.batch}
-            loss_rows(model, corpus, **how, as_published=self.beginnings != "windows")
+            loss_rows(model, corpus, **_windows(model, self)[0], batch=self.batch)
         if NAME in self.tasks:
             prompts_for(model, self.prompts, self.seed, max(self.shots)).asked_of(model, self.batch)
 
 
-BEGINNINGS = {
-    "windows": ", each after {}",
-    "text": ", {} before the text alone",
-    "none": ", without {}",
-}
+BEGINNINGS = {"windows": ", each after {}", "text": ", {} before the text alone", "none": ", without {}"}
 """What begins as the tokenizer begins a text, and how that is said of a tokenizer that puts special tokens there."""
 
 
@@ -134,105 +115,82 @@ def evaluate(
     Raises:
         UsageError, WorkError: as `perplexity`, `few_shot_answers` and `harness`.
     """
-    batch = questions.batch
-    scores: list[Score] = []
+    seed, batch, folder = questions.seed, questions.batch, questions.folder
     of_model = {**fingerprint_of(model), "batch": batch}
-
-    def measured(title: str, unit: str, make: Make, scores_in: ScoresIn, **key: Any) -> list[Score]:
-        with bars(unit=unit) as show:
-            return evaluation.scores(of_model | key, title, make, scores_in, show)
-
+    scores: list[Score] = []
     if corpus is not None:
-        windows: dict[str, Any] = {"stride": None, "length": None}
-        window_text = ""
-        if questions.stride is not None:
-            windows = {"stride": questions.stride, "length": window_length(model, questions.length)}
-            window_text = ", windows of {length:,} tokens by {stride:,}".format(**windows)
-            tokenizer: Any = model.tokenizer
-            if begin := tokenizer and frame_of(tokenizer).before:
-                tokens = " ".join(tokenizer.convert_ids_to_tokens(begin))
-                window_text += BEGINNINGS[questions.beginnings].format(tokens)
-                windows["as_published"] = questions.beginnings != "windows"
-        scores += measured(
-            "predicting",
-            "windows" if window_text else "contexts",
-            lambda: loss_rows(model, corpus, **windows, batch=batch),
-            lambda *rows: perplexity_scores(model.id, corpus, perplexity_in(*rows), window_text),
-            corpus=corpus.sha256,
-            **windows,
-        )
+        windows, said = _windows(model, questions)
+        with bars(unit="windows" if said else "contexts") as show:
+            scores += evaluation.scores(
+                {**of_model, "corpus": corpus.sha256, **windows},
+                "predicting",
+                lambda: loss_rows(model, corpus, **windows, batch=batch),
+                lambda *rows: perplexity_scores(model.id, corpus, perplexity_in(*rows), said),
+                show,
+            )
     if NAME in questions.tasks:
-        asked: dict[str, Any] = {"prompts": questions.prompts, "seed": questions.seed}
-        asked["shots"] = max(questions.shots)
-        answers = measured(
-            "answering",
-            "prompts",
-            lambda: prompts_for(model, **asked).asked_of(model, batch),
-            lambda state, _: few_shot_scores(
-                model.id,
-                by_task(state["right"].numpy(), questions.prompts),
-                range(asked["shots"] + 1),
-                seed=questions.seed,
-                batch=batch,
-            ),
-            **asked,
-        )
-        scores += [score for score in answers if score.shots in questions.shots]
-    folder = questions.folder
-    if questions.of_lm_eval or folder:
-        key: dict[str, Any] = {
-            "tasks": sorted(questions.of_lm_eval),
-            "folder": folder and _folder_hash(folder),
-            "limit": questions.limit,
-            "lm_eval": lm_eval_version(),
-            **({"system": questions.system} if questions.system is not None else {}),
-        }
+        most = max(questions.shots)
+        asked = {"prompts": questions.prompts, "seed": seed, "shots": most}
+
+        def scores_in(state: Tensors, _: Notes) -> list[Score]:
+            answers = by_task(state["right"].numpy(), questions.prompts)
+            return few_shot_scores(model.id, answers, range(most + 1), seed=seed, batch=batch)
+
+        def ask() -> Steps:
+            return prompts_for(model, **asked).asked_of(model, batch)
+
+        with bars(unit="prompts") as show:
+            answered = evaluation.scores(of_model | asked, "answering", ask, scores_in, show)
+        scores += [score for score in answered if score.shots in questions.shots]
+    if questions.asks_lm_eval:
+        key = of_model | {"tasks": sorted(questions.of_lm_eval), "folder": folder and _folder_hash(folder)}
+        key |= {"limit": questions.limit, "lm_eval": lm_eval_version()}
+        if questions.system is not None:
+            key["system"] = questions.system
         if questions.chat_template:
             key["chat_template"] = model.required_tokenizer().chat_template
-        ask = partial(
-            harness,
+        for shots in questions.shots:  # each kept as soon as it is measured
+            scores += evaluation.kept(key | {"shots": shots}, partial(_by_lm_eval, model, questions, shots))
+    return [replace(score, model=model.id) for score in scores]
+
+
+def _windows(model: OpenModel, questions: Questions) -> tuple[dict[str, Any], str]:
+    """Return the arguments of `loss_rows` for a text's windows, and how the text is read in words; contexts: none."""
+    if questions.stride is None:
+        return {"stride": None, "length": None}, ""
+    windows: dict[str, Any] = {"stride": questions.stride, "length": window_length(model, questions.length)}
+    said = ", windows of {length:,} tokens by {stride:,}".format(**windows)
+    tokenizer: Any = model.tokenizer
+    if begin := tokenizer and frame_of(tokenizer).before:
+        said += BEGINNINGS[questions.beginnings].format(" ".join(tokenizer.convert_ids_to_tokens(begin)))
+        windows["as_published"] = questions.beginnings != "windows"
+    return windows, said
+
+
+def _by_lm_eval(model: OpenModel, questions: Questions, shots: int) -> list[Score]:
+    """Ask lm-eval, which draws its own bars, and of which nothing is saved before its end: Ctrl-C stops it at once."""
+    handled = [number for number in ENDING if callable(signal.getsignal(number))]
+    with handling(handled, signal.default_int_handler):
+        return harness(
             model,
             questions.of_lm_eval,
-            folder=folder,
-            batch=questions.lm_eval_batch,
+            [shots],
+            folder=questions.folder,
+            batch=BATCH if questions.batch is None else questions.batch,
             limit=questions.limit,
             download=questions.download,
             chat_template=questions.chat_template,
             system=questions.system,
         )
-        for shots in questions.shots:  # each saved as soon as it is measured
-            scores += evaluation.scores(
-                of_model | key | {"shots": shots},
-                f"lm-eval, {counted(shots, 'example')}",
-                lambda: _asked_of_lm_eval(partial(ask, shots=[shots])),  # noqa: B023 (called at once)
-                lambda _, notes: [score_of_json(score) for score in notes["scores"]],
-            )
-    return [replace(score, model=model.id) for score in scores]
-
-
-def _asked_of_lm_eval(ask: Callable[[], list[Score]]) -> Steps:
-    """Return all requests of lm-eval as one step, whose notes are the scores.
-
-    lm-eval draws its own bars. Nothing of it is saved before its end, so Ctrl-C stops it at once.
-    """
-
-    def read(_: int) -> Tensors:
-        handled = [number for number in ENDING if callable(signal.getsignal(number))]
-        with handling(handled, signal.default_int_handler):
-            steps.notes["scores"] = [score_as_json(score) for score in ask()]
-        return {}
-
-    steps = Rows([0], read)
-    return steps
 
 
 def _folder_hash(folder: Path) -> str:
     """Hash of all files in a folder of tasks."""
     digest = hashlib.sha256()
-    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    for path in sorted(files):
-        digest.update(f"{path.relative_to(folder)}\n{path.stat().st_size}\n".encode())
-        digest.update(path.read_bytes())
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(f"{path.relative_to(folder)}\n{path.stat().st_size}\n".encode())
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -251,7 +209,7 @@ def tables(scores: pd.DataFrame) -> list[Table]:
 
 
 def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
-    last_parts = {model: model_name(model) for model in dict.fromkeys(rows["model"])}
+    last_parts = {model: model_name(model) for model in rows["model"].unique()}
     several = Counter(last_parts.values())  # models may share the last part of their path
     compared = bool(rows["difference"].notna().any())
     caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
@@ -265,19 +223,15 @@ def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
     shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("shots", justify="right")
     shown.add_column("model", overflow="fold")
-    for name in ("value", *(["difference"] if compared else [])):
+    for name in ("value", "difference") if compared else ("value",):
         shown.add_column(name, justify="right", no_wrap=True)
     for shots, block in rows.groupby("shots", sort=False):
-        before = str(shots)
-        for row in block.to_dict(orient="records"):
-            values = [with_error(row["value"], row["value_se"])]
-            if compared:
-                known = math.isfinite(row["difference"])
-                values.append(with_error(row["difference"], row["difference_se"]) if known else "")
-            name = last_parts[row["model"]]
-            name = name if several[name] == 1 else row["model"]
-            shown.add_row(before, escape(visible(name)), *values)
-            before = ""  # only in the first row
+        for place, row in enumerate(block.itertuples()):
+            name = last_parts[row.model] if several[last_parts[row.model]] == 1 else row.model
+            values = [with_error(row.value, row.value_se)]
+            if compared and math.isfinite(row.difference):
+                values.append(with_error(row.difference, row.difference_se))
+            shown.add_row("" if place else str(shots), escape(visible(name)), *values)
         if len(last_parts) > 1:
             shown.add_section()
     return shown

@@ -1,7 +1,6 @@
 """Accuracy of a causal model after 0, 1, … examples, on word tasks that need no download (`assets/few-shot.tsv`).
 
-A prompt is lines of one task, as `France: Paris`: each line is a question with the lines before it as examples. Prompts
-depend on the seed alone, so that models are compared on the same ones.
+A prompt is lines of one task, as `France: Paris`: each line is a question with the lines before it as examples.
 """
 
 from __future__ import annotations
@@ -31,11 +30,8 @@ from theodolite.system.progress import ShowProgress
 
 NAME = "few-shot"
 
-MOST_SHOTS = 16
-"""Examples before the last line of a prompt, at the most."""
-
-PROMPTS = 100
-"""Of each task."""
+MOST_SHOTS, PROMPTS = 16, 100
+"""Examples before the last line of a prompt, at the most; prompts of each task."""
 
 TOKENS_A_PASS = 2048  # logits of as many tokens are in memory
 
@@ -69,9 +65,7 @@ class FewShotPrompts:
     def draw(
         cls, tokenizer: Any, prompts: int = PROMPTS, seed: int = 0, shots: int = MOST_SHOTS
     ) -> FewShotPrompts:
-        """Draw so many prompts of each task, of `shots` examples, the lines of each without repetition.
-
-        Prompts of fewer examples are the beginnings of those of more.
+        """Draw so many prompts of each task, of `shots` examples, by the seed alone; those of fewer begin alike.
 
         Raises:
             UsageError: the tokenizer does not say where its tokens stand in the text, or a number is out of range.
@@ -97,36 +91,26 @@ class FewShotPrompts:
                 begin = stop - [len(f" {answer}\n") for _, answer in lines]
                 places = [np.searchsorted(ends, begin, "right"), np.searchsorted(starts, stop, "left")]
                 if (ends[places[1] - 1] != stop).any():
-                    raise UsageError(
-                        f"{NAME} needs a tokenizer with tokens that end with a line: line breaks, say"
-                    )
+                    raise UsageError(f"{NAME} needs tokens that end with a line: line breaks, say")
                 rows.append([*before, *read["input_ids"]])
                 answers.append(np.stack(places, axis=1) + len(before))
                 tasks.append(task)
         return cls(tuple(tasks), padded(rows, 0), torch.from_numpy(np.stack(answers)))
 
-    def asked_of(self, model: OpenModel, batch: int | None = None) -> Rows[slice]:
-        """Return the steps of asking a model as it is now, a prompt each: `right`, of all prompts and lines.
-
-        `batch` prompts per forward pass; None: `TOKENS_A_PASS` tokens' worth.
-        """
+    def asked_of(self, model: OpenModel, batch: int | None = None) -> Rows[Tensor]:
+        """Return the steps of asking a model as it is now, a prompt each: `right`, of all prompts and lines."""
         if batch is not None and batch < 1:
             raise UsageError(f"a batch of {batch} prompts reads nothing: use --batch 1 or more")
         size = batch or max(1, TOKENS_A_PASS // self.ids.shape[1])
-        parts = [slice(first, min(first + size, len(self.ids))) for first in range(0, len(self.ids), size)]
-
-        def read(part: slice) -> dict[str, Tensor]:
-            return {"right": self.right(model, part, self.ids[part])}
-
-        return Rows(parts, read, lambda part: part.stop - part.start)
+        parts = torch.arange(len(self.ids), device="cpu").split(size)
+        return Rows(parts, lambda part: {"right": self.right(model, part, self.ids[part])}, len)
 
     def right(
-        self, model: OpenModel, part: slice, ids: Int[Tensor, "prompts positions"]
+        self, model: OpenModel, part: slice | Tensor, ids: Int[Tensor, "prompts positions"]
     ) -> Bool[Tensor, "prompts lines"]:
-        """Mark the answers of which each token is the most likely one, as greedy decoding writes it.
+        """Mark the answers of some prompts of which each token is the most likely one, as greedy decoding writes it.
 
-        Args:
-            part: which prompts are asked. ids: their tokens; what is behind the longest of them may be left out.
+        `ids`: their tokens; what is behind the longest of them may be left out.
         """
         first, behind = (self.answers[part] - 1).unbind(dim=-1)  # from where an answer's tokens are predicted
         places = torch.arange(ids.shape[1])
@@ -182,7 +166,7 @@ def prompts_for(model: OpenModel, prompts: int, seed: int, shots: int = MOST_SHO
 
 def few_shot_scores(
     name: str,
-    answers: dict[str, Bool[np.ndarray, "prompts lines"]],
+    answers: dict[str, np.ndarray],
     shots: Sequence[int],
     *,
     seed: int = 0,
@@ -192,11 +176,9 @@ def few_shot_scores(
     whole = {NAME: np.mean(list(answers.values()), axis=0)}
     scores = []
     for task, right in (whole | {f"{NAME}, {task}": of for task, of in answers.items()}).items():
+        asked = f"{task} {len(right)} {seed}"
         for number in shots:
             each = right[:, number].astype(np.float64)
-            value, error = mean_and_error(each)
-            questions = f"{task} {len(each)} {seed}"
-            scores.append(
-                Score(name, task, number, "accuracy", value, error, len(each), batch or 0, questions, each)
-            )
+            measured = (*mean_and_error(each), len(each), batch or 0, asked, each)
+            scores.append(Score(name, task, number, "accuracy", *measured))
     return scores

@@ -1,7 +1,6 @@
 """The tasks of lm-eval (Gao et al. 2024) on an opened model, with k examples in the prompt, offline by default.
 
-Prompts, metrics, seeds and progress bars are those of lm-eval, and so are the scores. lm-eval is an optional
-dependency, imported only here and only when used.
+Prompts, metrics, seeds and progress bars are those of lm-eval, an optional dependency that is imported when used.
 """
 
 from __future__ import annotations
@@ -29,14 +28,10 @@ from theodolite.models.guard import measures
 from theodolite.models.rotary import turned_alike_up_to
 from theodolite.system.wording import nearest, with_extra
 
-BATCH = 8
-"""Requests per forward pass."""
+BATCH, BOOTSTRAPS = 8, 1000
+"""Requests per forward pass; resamples for metrics whose standard error has no closed form."""
 
-SEED, OTHER_SEED = 0, 1234
-"""Seed of Python's generator, and of all others, as in lm-eval's own command."""
-
-BOOTSTRAPS = 1000
-"""Resamples for metrics whose standard error has no closed form."""
+SEED, OTHER_SEED = 0, 1234  # seed of Python's generator, and of all others, as in lm-eval's own command
 
 
 @measures("model")
@@ -52,9 +47,7 @@ def harness(
     chat_template: bool = False,
     system: str | None = None,
 ) -> list[Score]:
-    """Evaluate a model on lm-eval tasks with 0, 1, … examples in the prompt.
-
-    The generators of Python, NumPy and torch are seeded, as lm-eval's own command does.
+    """Evaluate a model on lm-eval tasks with 0, 1, … examples in the prompt, seeded as by lm-eval's own command.
 
     Args:
         model: causal, with its tokenizer.
@@ -68,9 +61,8 @@ def harness(
         chat_template: ask in a conversation, as the tokenizer's chat template writes it: examples are earlier turns.
         system: text for the system's turn; without `chat_template`, before every prompt.
 
-    Returns:
-        A score for each number of shots, task (a tag: its tasks; a group: its aggregate) and metric, with lm-eval's
-        value and standard error. `each` is set where the value is a mean over documents.
+    Returns: a score for each number of shots, task (a tag: its tasks; a group: its aggregate) and metric, with
+    lm-eval's value and standard error. `each` is set where the value is a mean over documents.
 
     Raises:
         UsageError: lm-eval is not installed, a task is unknown, fixes its own number of examples or lacks its data, or
@@ -123,11 +115,7 @@ def check_asked(model: OpenModel, batch: int, limit: int | None, chat_template: 
 
 
 def task_manager(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, list[str]]:
-    """Return lm-eval's manager of tasks that has these, and their names; if empty, all of the folder.
-
-    Raises:
-        UsageError: lm-eval is not installed, or there is no such task or folder.
-    """
+    """Return lm-eval's manager of tasks that has these, and their names; none: all of the folder."""
     try:
         import lm_eval.models.huggingface  # noqa: F401
     except ImportError as error:
@@ -195,25 +183,25 @@ def _scores(
             continue  # part of a requested group
         samples = [sample for task in members.get(name, [name]) for sample in results["samples"][task]]
         hashes = "".join(sample["prompt_hash"] + sample["target_hash"] for sample in samples)
+        questions = hashlib.sha256(hashes.encode()).hexdigest()
+        version = str(results["versions"].get(name) or "")
         for key, value in row.items():
             metric, comma, filter_name = key.partition(",")
             if not comma or metric.endswith("_stderr"):
                 continue
             error = row.get(f"{metric}_stderr,{filter_name}")
+            error = float(error) if isinstance(error, int | float) else math.nan
             filtered = [sample for sample in samples if sample["filter"] == filter_name]
-            scores.append(
-                Score(
-                    task=name,
-                    metric=metric if filter_name == "none" else f"{metric} ({filter_name})",
-                    value=float(value),
-                    error=float(error) if isinstance(error, int | float) else math.nan,
-                    count=len(filtered),
-                    questions=hashlib.sha256(hashes.encode()).hexdigest(),
-                    each=_each(filtered, metric, float(value)),
-                    version=str(results["versions"].get(name) or ""),
-                    **shared,
-                )
-            )
+            each = _each(filtered, metric, float(value))
+            named = metric if filter_name == "none" else f"{metric} ({filter_name})"
+            given: dict[str, Any] = {
+                "value": float(value),
+                "error": error,
+                "count": len(filtered),
+                "each": each,
+            }
+            given |= {"questions": questions, "version": version}
+            scores.append(Score(task=name, metric=named, **given, **shared))
     return scores
 
 
@@ -228,10 +216,7 @@ def _each(samples: list[dict[str, Any]], metric: str, value: float) -> np.ndarra
 
 @contextlib.contextmanager
 def _counting_cut_prompts() -> Iterator[list[str]]:
-    """Collect lm-eval's warnings about truncated prompts, and silence all that its model has.
-
-    Its first one is that it was given a model in memory.
-    """
+    """Collect lm-eval's warnings about truncated prompts, and silence all that its model has."""
     cut: list[str] = []
 
     def collect(record: logging.LogRecord) -> bool:
@@ -258,9 +243,12 @@ def _offline(download: bool) -> Iterator[None]:
     import datasets
     import huggingface_hub
 
-    owners: tuple[Any, ...] = () if download else (datasets.config, huggingface_hub.constants)
-    with contextlib.ExitStack() as undo:
-        for owner in owners:
-            undo.callback(setattr, owner, "HF_HUB_OFFLINE", owner.HF_HUB_OFFLINE)
+    owners: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
+    before = [owner.HF_HUB_OFFLINE for owner in owners]
+    try:
+        for owner in () if download else owners:
             owner.HF_HUB_OFFLINE = True
         yield
+    finally:
+        for owner, own in zip(owners, before, strict=True):
+            owner.HF_HUB_OFFLINE = own

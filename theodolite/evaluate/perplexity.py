@@ -25,7 +25,7 @@ from theodolite.system.choices import check_whole, wider_than
 from theodolite.system.progress import ShowProgress
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Perplexity:
     """A model's loss on a corpus; its contexts may be windows of a stream.
 
@@ -33,13 +33,15 @@ class Perplexity:
         losses: (contexts,) mean loss in nats per token of each context's predicted tokens: all but the first, or those
             that no earlier window had.
         tokens: (contexts,) how many these are.
-        each: (contexts,) what the loss is the mean of: `losses`, or where contexts are of unlike lengths each one's
-            part in the mean over all tokens, to first order.
-        loss, loss_se: that mean with its standard error over contexts.
-        perplexity, perplexity_se: exp(loss), and its standard error to first order.
         batch: contexts per forward pass.
         text_bytes: (contexts,) bytes of text that each context's predicted tokens stand for; None of token ids that no
             text was read for.
+        each: (contexts,) what the loss is the mean of: `losses`, or where contexts are of unlike lengths each one's
+            part in the mean over all tokens, to first order.
+        loss, loss_se: in nats per token, with its standard error over contexts, NaN for one.
+        perplexity, perplexity_se: exp(loss), infinite on overflow, and its standard error to first order.
+        bits_per_byte, bits_per_byte_se: all nats over all bytes, in bits, by which models with different tokenizers
+            compare, and its standard error to first order; NaN where bytes are unknown.
     """
 
     losses: Float[np.ndarray, " contexts"]
@@ -47,49 +49,22 @@ class Perplexity:
     batch: int
     text_bytes: Float[np.ndarray, " contexts"] | None = None
 
-    @property
-    def each(self) -> Float[np.ndarray, " contexts"]:
-        """The values, one per context, whose mean the loss is."""
-        if (self.tokens == self.tokens[0]).all():
-            return self.losses
-        loss = float(self.losses @ self.tokens / self.tokens.sum())
-        return loss + (self.losses - loss) * self.tokens / self.tokens.mean()
+    def __post_init__(self) -> None:
+        nats, alike = self.losses * self.tokens, (self.tokens == self.tokens[0]).all()
+        self.each = self.losses if alike else _parts(nats, self.tokens)
+        self.loss, self.loss_se = mean_and_error(self.each)
+        self.perplexity = perplexity_of(self.loss)
+        self.perplexity_se = self.perplexity * self.loss_se
+        self.bits_per_byte = self.bits_per_byte_se = math.nan
+        if self.text_bytes is not None and self.text_bytes.any():
+            bits = _parts(nats / math.log(2), self.text_bytes)
+            self.bits_per_byte, self.bits_per_byte_se = mean_and_error(bits)
 
-    @property
-    def loss(self) -> float:
-        """Mean loss in nats per token."""
-        return mean_and_error(self.each)[0]
 
-    @property
-    def loss_se(self) -> float:
-        """Standard error of the loss over contexts; NaN for a single one."""
-        return mean_and_error(self.each)[1]
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss), infinite on overflow."""
-        return perplexity_of(self.loss)
-
-    @property
-    def perplexity_se(self) -> float:
-        """exp(loss) · loss_se."""
-        return self.perplexity * self.loss_se
-
-    @property
-    def bits_per_byte(self) -> float:
-        """All nats over all bytes, in bits: by it models with different tokenizers compare; NaN if unknown."""
-        if self.text_bytes is None or not self.text_bytes.any():
-            return math.nan
-        return float((self.losses * self.tokens / math.log(2)).sum() / self.text_bytes.sum())
-
-    @property
-    def bits_per_byte_se(self) -> float:
-        """The standard error of bits per byte over contexts, of a ratio of sums to first order; NaN for one."""
-        ratio, count = self.bits_per_byte, len(self.losses)
-        if self.text_bytes is None or math.isnan(ratio) or count == 1:
-            return math.nan
-        apart = self.losses * self.tokens / math.log(2) - ratio * self.text_bytes
-        return float(np.sqrt(np.square(apart).sum() * count / (count - 1)) / self.text_bytes.sum())
+def _parts(sums: Any, sizes: Any) -> Float[np.ndarray, " contexts"]:
+    """Return each context's part in a ratio of sums, to first order: their mean is the ratio."""
+    ratio = sums.sum() / sizes.sum()
+    return ratio + (sums - ratio * sizes) / sizes.mean()
 
 
 LITERATURE = 2048
@@ -112,11 +87,10 @@ def perplexity(
     Nor are special tokens that the tokenizer puts around every context.
 
     With a stride, the corpus is one stream of tokens (`make_stream`), read in windows of `length` tokens that begin
-    `stride` tokens apart; of each window only the tokens count that no earlier one had, so that a token is predicted
-    from length − stride others at least, after the first window. At stride = length windows do not overlap, and the
-    first token of each is not predicted. Each window begins as the tokenizer begins a text: where that is with a
-    special token, it takes the place of the window's first one. The perplexities of GPTQ, SparseGPT and Wanda are at
-    stride = length of windows as they stand in the stream (`as_published`), without the shorter one at the end.
+    `stride` tokens apart; of each window only the tokens count that no earlier one had. Each window begins as the
+    tokenizer begins a text: where that is with a special token, it takes the place of the window's first one. The
+    perplexities of GPTQ, SparseGPT and Wanda are at stride = length of windows as they stand in the stream
+    (`as_published`), without the shorter one at the end.
 
     Args:
         model: a causal model with an output head.
@@ -146,11 +120,6 @@ class _Batch:
     end: int
     begin: Int[Tensor, " special"]
 
-    @property
-    def read(self) -> Int[Tensor, "contexts length"]:
-        """The tokens as the model reads them."""
-        return torch.cat([self.begin.expand(len(self.ids), -1), self.ids[:, len(self.begin) :]], dim=1)
-
 
 def loss_rows(
     model: OpenModel,
@@ -173,7 +142,7 @@ def loss_rows(
         parts, batch = _windows(model, corpus, stride, length, as_published, batch)
 
     def read(part: _Batch) -> dict[str, Tensor]:
-        ids = part.read
+        ids = torch.cat([part.begin.expand(len(part.ids), -1), part.ids[:, len(part.begin) :]], dim=1)
         losses = next_token_losses(model.logits(ids), ids)[:, part.known - 1 : part.end - 1].mean(dim=1)
         if not losses.isfinite().all():
             raise WorkError(f"the loss of {model.id} is NaN or infinite: {wider_than(model.source.dtype)}")
@@ -207,26 +176,17 @@ def _contexts(model: OpenModel, corpus: Corpus, batch: int) -> Iterator[_Batch]:
 
 
 def _windows(
-    model: OpenModel,
-    corpus: Corpus,
-    stride: int,
-    length: int | None,
-    as_published: bool,
-    batch: int | None,
+    model: OpenModel, corpus: Corpus, stride: int, length: int | None, as_published: bool, batch: int | None
 ) -> tuple[list[_Batch], int]:
     """Cut a stream into batches of windows; return these, and how many windows a forward pass reads."""
     window = window_length(model, length)
     check_whole(stride=stride, length=window)
     check_length(window)
     if not isinstance(corpus, Corpus) or len(corpus.contexts) != 1 or corpus.images is not None:
-        raise UsageError(
-            "strided windows are of one stream of tokens: give a corpus of one context (make_stream)"
-        )
+        raise UsageError("strided windows are of one stream: give a corpus of one context (make_stream)")
     stream = corpus.contexts[0]
     if not 1 <= stride <= window:
-        raise UsageError(
-            f"a stride of {stride} leaves tokens out: give 1 to {window}, the length of a window"
-        )
+        raise UsageError(f"a stride of {stride} leaves tokens out: give 1 to {window}, a window's length")
     first = stream[:window].unsqueeze(0)
     first_window = Corpus.from_ids(first)
     check_fit(model, first_window, least_contexts=1)
@@ -243,18 +203,12 @@ def _windows(
         whole = of.unfold(0, window, stride)[1:] if len(of) > window else of.new_zeros(0, window)
         left = of[(len(whole) + 1) * stride :]
         more = len(whole) * stride + window < len(of) and len(left) > known
-        return [
-            of[:window].unsqueeze(0),
-            *whole.split(batch)[: len(whole)],
-            *([left.unsqueeze(0)] if more else []),
-        ]
+        return [of[None, :window], *whole.split(batch)[: len(whole)], *([left[None]] if more else [])]
 
     windows = cut(stream)
     sizes = [None] * len(windows) if corpus.text_bytes is None else cut(corpus.text_bytes[0])
-    opening, *later = (
-        _Batch(of, size, known, of.shape[1], begin) for of, size in zip(windows, sizes, strict=True)
-    )
-    return [replace(opening, known=max(len(begin), before, 1)), *later], batch
+    parts = [_Batch(of, size, known, of.shape[1], begin) for of, size in zip(windows, sizes, strict=True)]
+    return [replace(parts[0], known=max(len(begin), before, 1)), *parts[1:]], batch
 
 
 def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity, windows: str = "") -> list[Score]:
@@ -268,10 +222,9 @@ def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity, windows: 
         Score(name, task, 0, "loss", measured.loss, measured.loss_se, *shared, measured.each),
         Score(name, task, 0, "perplexity", measured.perplexity, measured.perplexity_se, *shared),
     ]
-    bits, error = measured.bits_per_byte, measured.bits_per_byte_se
-    return (
-        scores if math.isnan(bits) else [*scores, Score(name, task, 0, "bits per byte", bits, error, *shared)]
-    )
+    if not math.isnan(bits := measured.bits_per_byte):
+        scores.append(Score(name, task, 0, "bits per byte", bits, measured.bits_per_byte_se, *shared))
+    return scores
 
 
 def check_predicts(model: OpenModel) -> None:

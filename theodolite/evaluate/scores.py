@@ -1,7 +1,4 @@
-"""Results of an evaluation: values with standard errors, saved as they are measured, and compared in pairs.
-
-Nothing is measured here.
-"""
+"""Results of an evaluation: values with standard errors, saved as they are measured, and compared in pairs."""
 
 from __future__ import annotations
 
@@ -18,13 +15,7 @@ from jaxtyping import Float
 from theodolite.errors import UsageError
 from theodolite.jobs.job import Job, Stage, Steps
 from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
-from theodolite.system.files import (
-    CorruptFile,
-    disk_errors,
-    json_digest,
-    read_json_checked,
-    write_json_checked,
-)
+from theodolite.system import files
 from theodolite.system.progress import ShowStage
 
 COLUMNS = (
@@ -35,33 +26,22 @@ COLUMNS = (
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """One model's value on one task.
-
-    Attributes:
-        task: a corpus, a word task, or a task of lm-eval; `shots`: examples in each prompt.
-        value, error: with its standard error (NaN where unknown).
-        count: contexts, prompts or documents, the sample of the error.
-        batch: how many of them per forward pass.
-        questions: hash of the questions; models are comparable where it is equal.
-        each: (count,) numbers whose mean is the value, or None.
-        version: of the task; `cut`: prompts truncated at the start to fit the model's positions.
-        chat_template: whether the tokenizer's made conversations of the prompts; `system`: the text of its turn.
-    """
+    """One model's value on one task."""
 
     model: str
-    task: str
-    shots: int
+    task: str  # a corpus, a word task, or a task of lm-eval
+    shots: int  # examples in each prompt
     metric: str
     value: float
-    error: float
-    count: int
-    batch: int
-    questions: str
-    each: Float[np.ndarray, " count"] | None = None
-    version: str = ""
-    cut: int = 0
-    chat_template: bool = False
-    system: str = ""
+    error: float  # its standard error, NaN where unknown
+    count: int  # contexts, prompts or documents, the sample of the error
+    batch: int  # of them per forward pass
+    questions: str  # hash of the questions; models are comparable where it is equal
+    each: Float[np.ndarray, " count"] | None = None  # numbers whose mean is the value
+    version: str = ""  # of the task
+    cut: int = 0  # prompts truncated at the start to fit the model's positions
+    chat_template: bool = False  # whether the tokenizer's made conversations of the prompts
+    system: str = ""  # the text of the system's turn
 
 
 SCHEMA_VERSION = 1
@@ -70,11 +50,7 @@ SCHEMA_VERSION = 1
 class Evaluation:
     """The scores in a JSON file, and beside it the job that measures what is not there yet; without a path, in memory.
 
-    The name of a stage follows from all that determines its scores: fingerprints of model and questions, and package
-    versions.
-
-    Raises:
-        UsageError: the file holds something else.
+    A key is all that determines scores: fingerprints of model and questions, and package versions.
     """
 
     def __init__(self, out: Path | None) -> None:
@@ -84,14 +60,14 @@ class Evaluation:
         if out is None or not out.exists():
             return
         try:
-            read = read_json_checked(out)
+            read = files.read_json_checked(out)
             if read["schema_version"] != SCHEMA_VERSION:
                 raise ValueError
             for row in read["measured"]:
                 scores = [score_of_json(score) for score in row["scores"]]
-                self._measured[json_digest(row["key"])] = row["key"], scores
-        except (CorruptFile, ValueError, KeyError, TypeError, AttributeError) as error:
-            why = f" ({error})" if isinstance(error, CorruptFile) else ""
+                self._measured[files.json_digest(row["key"])] = row["key"], scores
+        except (files.CorruptFile, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f" ({error})" if isinstance(error, files.CorruptFile) else ""
             raise UsageError(
                 f"{out} is not an evaluation file{why}: choose another --out or remove it"
             ) from error
@@ -108,28 +84,31 @@ class Evaluation:
 
         `make` makes the steps that measure them, which are called `title`; `scores_in` reads their state and notes.
         """
-        name = json_digest(key)
-        if name not in self._measured:
-            stage = Stage(name, title, lambda _: make())
-            job = Job([stage], self._work, show_progress)
-            states = job.run()
-            job.save()
-            self._measured[name] = key, scores_in(states.tensors[name], states.notes[name])
-        return self._measured[name][1]
+        name = files.json_digest(key)
 
-    def finish(self) -> None:
-        """Write all scores to the file; what an interrupted call began, and nobody asked for since, stays beside it."""
-        if self._out is None:
-            return
-        rows = [
-            {"key": key, "scores": [score_as_json(score) for score in scores]}
-            for _, (key, scores) in sorted(self._measured.items())
-        ]
-        with disk_errors(self._out):
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            write_json_checked(self._out, {"schema_version": SCHEMA_VERSION, "measured": rows}, indent=None)
-        if self._measured.keys() >= set(self._work.names()):
+        def measure() -> list[Score]:
+            states = Job([Stage(name, title, lambda _: make())], self._work, show_progress).run()
+            return scores_in(states.tensors[name], states.notes[name])
+
+        return self.kept(key, measure)
+
+    def kept(self, key: dict[str, Any], measure: Callable[[], list[Score]]) -> list[Score]:
+        """Return the scores with this key: known, or measured now, and then in the file at once."""
+        name = files.json_digest(key)
+        if name not in self._measured:
+            self._measured[name] = key, measure()
+            if self._out is not None:
+                rows = [
+                    {"key": key, "scores": [score_as_json(score) for score in scores]}
+                    for _, (key, scores) in sorted(self._measured.items())
+                ]
+                with files.disk_errors(self._out):
+                    self._out.parent.mkdir(parents=True, exist_ok=True)
+                    values = {"schema_version": SCHEMA_VERSION, "measured": rows}
+                    files.write_json_checked(self._out, values, indent=None)
+        if self._measured.keys() >= set(self._work.names()):  # what was begun, and is not asked for, stays
             self._work.remove()
+        return self._measured[name][1]
 
 
 def score_as_json(score: Score) -> dict[str, Any]:
@@ -154,18 +133,15 @@ def mean_and_error(values: Float[np.ndarray, " count"]) -> tuple[float, float]:
 def table(scores: Sequence[Score]) -> pd.DataFrame:
     """Tabulate the scores, a row each, in their order.
 
-    Columns: `model task shots metric value value_se difference difference_se count batch version cut
-    chat_template system`. The difference is to the first model with the same questions; its error is that of the mean
-    paired difference. Both are NaN for that model itself, and where the value is not a mean over questions.
+    The difference is to the first model with the same questions; its error is that of the mean paired difference. Both
+    are NaN for that model itself, and where the value is not a mean over questions.
     """
-    rows: list[dict[str, Any]] = []
     first_of: dict[tuple[Any, ...], Score] = {}
+    rows = []
     for score in scores:
         first = first_of.setdefault((score.task, score.shots, score.metric, score.questions), score)
         difference, error = math.nan, math.nan
         if first.model != score.model and first.each is not None and score.each is not None:
             difference, error = mean_and_error(score.each - first.each)
-        compared = {"value_se": score.error, "difference": difference, "difference_se": error}
-        row = vars(score) | compared
-        rows.append({name: row[name] for name in COLUMNS})
-    return pd.DataFrame(rows)
+        rows.append(vars(score) | {"value_se": score.error, "difference": difference, "difference_se": error})
+    return pd.DataFrame(rows, columns=list(COLUMNS))

@@ -6,8 +6,6 @@ and `pruning.parquet` next to the weights, in one of three forms:
     merged      dense matrices that `transformers` opens; the low-rank parts are also in `low_rank/`
     factored    the format of `models/stored/factored.py`
     adapter     a checkpoint of the sparse parts, and in `adapter/` the low-rank ones as a LoRA adapter of PEFT
-
-Nothing is pruned here.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -32,71 +30,33 @@ from torch import Tensor
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import OpenModel
+from theodolite.models.stored import factored
 from theodolite.models.stored.checkpoint_tensors import save_config, save_model
-from theodolite.models.stored.factored import (
-    BLOCK,
-    DENSE,
-    PrunedMatrix,
-    dense_tensors,
-    is_factored,
-    packed_block,
-    read_matrices,
-    unpacked_block,
-)
+from theodolite.models.stored.factored import PrunedMatrix
 from theodolite.models.stored.loading import without_progress_bars
 from theodolite.models.weights.block_matrices import Matrix
 from theodolite.sinks.interventions import Factors
-from theodolite.system import embedded
+from theodolite.system import embedded, files
 from theodolite.system.checkpoint_folders import ADAPTER, ADAPTER_FILES, SETTINGS, exists_already
-from theodolite.system.files import (
-    CHECKSUMS,
-    bytes_digest,
-    folder_written_atomically,
-    read_bytes_checked,
-    read_checked,
-    read_json_checked,
-    write_checked,
-    write_json_checked,
-)
 from theodolite.system.run_folders import differences
 
 TABLE = "pruning.parquet"
+NAME = Path(factored.BLOCK).stem  # a finished block's, in unfinished work
 
-LOW_RANK = "low_rank/" + BLOCK
+LOW_RANK = "low_rank/" + factored.BLOCK
 """In a folder of their own: a server takes whatever safetensors lie beside the weights for weights."""
 
-SECONDS = "seconds"
-"""The part of unfinished work that says how long the blocks took: their own files are the same whoever made them."""
-
 COMPANIONS = (
-    *(
-        "*.json",
-        "*.jinja",
-        "vocab*",
-        "merges*",
-        "*.md",
-        "*.model",
-        "*.tiktoken",
-        "LICENSE*",
-        "NOTICE*",
-        "README*",
-    ),
-    *("additional_chat_templates/*.jinja", "[0-9]_*/*"),
+    "*.json *.jinja vocab* merges* *.md *.model *.tiktoken LICENSE* NOTICE* README* "
+    "additional_chat_templates/*.jinja [0-9]_*/*"
 )
 """What is copied from beside a checkpoint's weights: of its processors, tokenizer and licence, and (by number) the
 modules that sentence-transformers runs after the model."""
 
-LEFT = (
-    "config.json",
-    "*.index.json",
-    "adapter_*.json",
-    "*quant*.json",
-    "trainer_state.json",
-    "*_results.json",
-)
+LEFT = "config.json *.index.json adapter_*.json *quant*.json trainer_state.json *_results.json"
 """But for these, which are of the weights that they lie beside, or of their training."""
 
-LowRank = Mapping[tuple[int, str], tuple[Tensor, Tensor]]
+LowRank = dict[tuple[int, str], tuple[Tensor, Tensor]]
 """(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
 
 TableRows = list[dict[str, Any]]
@@ -109,73 +69,55 @@ class Pruned:
     Attributes:
         table: one row per matrix; `docs/pruning.md` lists the columns.
         provenance: versions, model, text, settings.
-        low_rank: the low-rank part of each matrix that has one.
         folder: where it was written, if it was.
     """
 
     table: pd.DataFrame
     provenance: dict[str, Any]
-    low_rank: LowRank
+    _low_rank_of: Callable[[int], LowRank]
     folder: Path | None = None
 
     def __repr__(self) -> str:
         pruning = self.provenance["pruning"]
         return f"Pruned({self.provenance['model']['id']} by {pruning['method']}: {len(self.table)} matrices)"
 
+    @property
+    def low_rank(self) -> LowRank:
+        """The low-rank part of each matrix that has one."""
+        blocks = map(self._low_rank_of, self.table["layer"].unique().tolist())
+        return {at: factors for block in blocks for at, factors in block.items()}
+
     def factors(self, layer: int) -> Factors:
         """Give a block's low-rank parts of W_Q, W_K, W_V, for `interventions.without_low_rank(factors=…)`.
 
-        Raises:
-            UsageError: there are none: a method other than OATS, rank 0, or no such block.
+        `UsageError` where there are none: a method other than OATS, rank 0, or no such block.
         """
-        factors = {name: self.low_rank[layer, name] for name in "qkv" if (layer, name) in self.low_rank}
+        parts = self._low_rank_of(layer) if (self.table["layer"] == layer).any() else {}
+        factors = {name: parts[layer, name] for name in "qkv" if (layer, name) in parts}
         if not factors:
             raise UsageError(f"W_Q, W_K and W_V of block {layer} have no low-rank part")
         return factors
 
     @classmethod
     def load(cls, folder: str | Path) -> Pruned:
-        """Read the record from the folder of a pruned checkpoint, whose weights `open_model` opens.
-
-        Raises:
-            UsageError: the folder holds none, or it is damaged.
-        """
+        """Read the record from the folder of a pruned checkpoint, whose weights `open_model` opens; or `UsageError`."""
         folder = Path(folder)
         if not (folder / SETTINGS).is_file():
             raise UsageError(f"no pruned checkpoint at {folder}: give a folder that `theodolite prune` wrote")
         try:
-            provenance = read_json_checked(folder / SETTINGS)
-            sums = provenance.pop(CHECKSUMS, None) or {}
-            table = pd.read_parquet(BytesIO(read_bytes_checked(folder / TABLE, sums)))
-            read = _reader_of_low_rank(folder, sums)
-            keys = [key for layer in range(int(provenance["model"]["layers"])) for key in read(layer)]
+            provenance = files.read_json_checked(folder / SETTINGS)
+            sums = provenance.pop(files.CHECKSUMS, None) or {}
+            table = pd.read_parquet(BytesIO(files.read_bytes_checked(folder / TABLE, sums)))
+            for layer in table["layer"].unique().tolist():
+                _read_low_rank(folder, sums, layer)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException) as error:
             raise UsageError(
                 f"{folder} is incomplete or damaged ({error}): remove it, then prune again"
             ) from error
-        return cls(table, provenance, LowRankOfFiles(keys, read), folder)
+        return cls(table, provenance, partial(_read_low_rank, folder, sums), folder)
 
 
-class LowRankOfFiles(LowRank):
-    """Low-rank parts that are read as they are asked for; those of one block are in memory."""
-
-    def __init__(self, keys: Iterable[tuple[int, str]], read: Callable[[int], LowRank]) -> None:
-        self._keys = dict.fromkeys(keys)
-        self._read = lru_cache(maxsize=1)(read)
-
-    def __getitem__(self, key: tuple[int, str]) -> tuple[Tensor, Tensor]:
-        if key not in self._keys:
-            raise KeyError(key)
-        return self._read(key[0])[key]
-
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-
-def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
+def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> LowRank:
     """Collect the low-rank parts of a block's matrices."""
     return {
         (layer, matrix.key): (matrix.left.cpu(), matrix.right.cpu())
@@ -184,22 +126,16 @@ def low_rank_of(layer: int, matrices: Sequence[PrunedMatrix]) -> dict[tuple[int,
     }
 
 
-def _reader_of_low_rank(folder: Path, sums: Mapping[str, str]) -> Callable[[int], LowRank]:
-    """Make a function that reads a block's low-rank parts from a checkpoint; a block without any has no file."""
-
-    def read(layer: int) -> LowRank:
-        if is_factored(folder):
-            return low_rank_of(layer, read_matrices(folder / BLOCK.format(layer))[0])
-        name = LOW_RANK.format(layer)
-        if name not in sums and not (folder / name).is_file():
-            return {}
-        tensors, _ = read_checked(folder / name, sums.get(name))
-        keys = dict.fromkeys(name.split("/", 1)[1].rpartition("/")[0] for name in tensors)
-        return {
-            (layer, key): (tensors[f"{layer}/{key}/left"], tensors[f"{layer}/{key}/right"]) for key in keys
-        }
-
-    return read
+def _read_low_rank(folder: Path, sums: Mapping[str, str], layer: int) -> LowRank:
+    """Read a block's low-rank parts from a checkpoint; a block without any has no file."""
+    if factored.is_factored(folder):
+        return low_rank_of(layer, factored.read_matrices(folder / factored.BLOCK.format(layer))[0])
+    name = LOW_RANK.format(layer)
+    if name not in sums:
+        return {}
+    tensors, _ = files.read_checked(folder / name, sums[name])
+    keys = dict.fromkeys(name.split("/", 1)[1].rpartition("/")[0] for name in tensors)
+    return {(layer, key): (tensors[f"{layer}/{key}/left"], tensors[f"{layer}/{key}/right"]) for key in keys}
 
 
 def write_block(
@@ -222,9 +158,7 @@ class UnfinishedPruning(Unfinished):
     def finished(self, form: str) -> Pruned | None:
         """Give the record of this pruning where `OUT` has it, and remove what a process killed at its end has left.
 
-        Raises:
-            UsageError: `OUT` holds something else, is in another format, or damaged; or `OUT.partial` holds another
-                pruning.
+        `UsageError` where `OUT` holds something else or is damaged, or `OUT.partial` holds another pruning.
         """
         if self.out.is_dir() and not any(self.out.iterdir()):
             self.out.rmdir()
@@ -232,45 +166,32 @@ class UnfinishedPruning(Unfinished):
             self.begin()
             return None
         try:
-            provenance = read_json_checked(self.out / SETTINGS)
-            there = _options(provenance["fingerprint"])
+            provenance = files.read_json_checked(self.out / SETTINGS)
+            there = _options(provenance["fingerprint"]) | {"format": provenance["pruning"]["format"]}
         except (ValueError, KeyError, TypeError):
             raise exists_already(self.out) from None
-        if there != self.fingerprint:
-            differs = differences(there, self.fingerprint, provenance.get("corpus"), self.corpus)
+        now = self.fingerprint | {"format": form}
+        if there != now:
+            differs = differences(there, now, provenance.get("corpus"), self.corpus)
             raise UsageError(
                 f"{self.out} holds a pruning of another model, text or settings ({differs}): choose another --out or "
                 "remove it"
             )
         written = Pruned.load(self.out)
-        there = written.provenance["pruning"]["format"]
-        if there != form:
-            raise UsageError(
-                f"{self.out} holds this pruning in another format (--format {there} there, {form} now): choose "
-                "another --out or remove it"
-            )
         self.remove()
         return written
 
-    @property
-    def seconds(self) -> float:
-        """Seconds spent on the finished blocks."""
-        return float(self.notes(SECONDS).get(SECONDS, 0.0))
-
     def block(self, layer: int) -> tuple[list[PrunedMatrix], TableRows] | None:
         """Read the matrices of a finished block and their rows of the table, or None; `UsageError` if it is damaged."""
-        part = self.load(_name(layer))
+        part = self.load(NAME.format(layer))
         if part is None:
             return None
-        matrices, notes = unpacked_block(*part)
+        matrices, notes = factored.unpacked_block(*part)
         return matrices, notes["rows"]
 
-    def save_block(
-        self, layer: int, matrices: Sequence[PrunedMatrix], rows: TableRows, seconds: float
-    ) -> None:
+    def save_block(self, layer: int, matrices: Sequence[PrunedMatrix], rows: TableRows) -> None:
         """Save a finished block atomically."""
-        self.save(_name(layer), *packed_block(matrices, {"rows": rows}))
-        self.save(SECONDS, {}, {SECONDS: seconds})
+        self.save(NAME.format(layer), *factored.packed_block(matrices, {"rows": rows}))
 
     def matrices(self, layer: int) -> list[PrunedMatrix]:
         """Read the matrices of a finished block."""
@@ -284,37 +205,37 @@ class UnfinishedPruning(Unfinished):
     ) -> Iterator[None]:
         """Give the model its pruned matrices while open: a streamed one, too, as its blocks are read."""
 
-        def write(layer: int, sparse_alone: bool) -> None:
+        def write(layer: int, sparse_alone: bool = sparse_alone) -> None:
             write_block(matrices[layer], self.matrices(layer), sparse_alone=sparse_alone)
 
         if model.streamed is not None:
-            with model.streamed.changed(lambda layer: write(layer, sparse_alone)):
+            with model.streamed.changed(write):
                 yield
             return
         layers = range(model.layers if sparse_alone else 0)
         for layer in layers:
-            write(layer, True)
+            write(layer)
         try:
             yield
         finally:
             for layer in layers:
-                write(layer, False)
+                write(layer, sparse_alone=False)
 
     def finish(
         self, model: OpenModel, matrices: Sequence[Sequence[Matrix]], pruned: Pruned, form: str
     ) -> Pruned:
         """Write `OUT` atomically, remove the progress, and read the record with folder and sizes."""
         sums: dict[str, str] = {}
-        with folder_written_atomically(self.out) as folder, without_progress_bars():
+        with files.folder_written_atomically(self.out) as folder, without_progress_bars():
             if form == "factored":
                 save_config(model.hf, folder)
                 names = set(pruned.table["parameter"])
-                tensors = dense_tensors(model.hf, names)
+                tensors = factored.dense_tensors(model.hf, names)
                 for layer in range(model.layers):
                     if model.streamed is not None:
                         tensors |= model.streamed.tensors(layer, names)
-                    shutil.copyfile(self.path(_name(layer)), folder / BLOCK.format(layer))
-                save_file(tensors, folder / DENSE, {"format": "pt"})
+                    shutil.copyfile(self.path(NAME.format(layer)), folder / factored.BLOCK.format(layer))
+                save_file(tensors, folder / factored.DENSE, {"format": "pt"})
             else:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
                     if model.streamed is None:
@@ -329,7 +250,7 @@ class UnfinishedPruning(Unfinished):
                         for (_, key), both in low_rank_of(layer, self.matrices(layer)).items()
                         for side, factor in zip(("left", "right"), both, strict=True)
                     }
-                    sums[name] = write_checked(folder / name, factors)
+                    sums[name] = files.write_checked(folder / name, factors)
             if form == ADAPTER:
                 blocks = map(self.matrices, range(model.layers))
                 _write_adapter(folder / ADAPTER, model, blocks, self.out)
@@ -342,8 +263,8 @@ class UnfinishedPruning(Unfinished):
             }
             provenance = pruned.provenance | {"pruning": pruned.provenance["pruning"] | sizes}
             pruned.table.to_parquet(folder / TABLE, index=False)
-            sums[TABLE] = bytes_digest((folder / TABLE).read_bytes())
-            write_json_checked(folder / SETTINGS, provenance | {CHECKSUMS: sums})
+            sums[TABLE] = files.bytes_digest((folder / TABLE).read_bytes())
+            files.write_json_checked(folder / SETTINGS, provenance | {files.CHECKSUMS: sums})
             for path in folder.rglob("*.safetensors"):  # written readable by their owner only
                 shutil.copymode(folder / SETTINGS, path)
         self.remove()
@@ -357,21 +278,16 @@ def _copy_companions(model: OpenModel, folder: Path) -> None:
     """
     source = embedded.FOLDER if model.id == embedded.NAME else Path(model.id).expanduser()
     if model.revision is not None:
-        source = Path(snapshot_download(model.id, revision=model.revision, allow_patterns=[*COMPANIONS]))
-    of_files = (
-        model.sha256 is not None or model.revision is not None
-    )  # else its name may be that of any folder
-    for path in (path for glob in COMPANIONS if of_files and source.is_dir() for path in source.glob(glob)):
+        source = Path(snapshot_download(model.id, revision=model.revision, allow_patterns=COMPANIONS.split()))
+    # Else its name may be that of any folder.
+    of_files = (model.sha256 is not None or model.revision is not None) and source.is_dir()
+    for path in (path for glob in COMPANIONS.split() if of_files for path in source.glob(glob)):
         name = path.relative_to(source)
-        if path.is_file() and not any(fnmatchcase(name.as_posix(), glob) for glob in LEFT):
+        if path.is_file() and not any(fnmatchcase(name.as_posix(), glob) for glob in LEFT.split()):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(folder)
-
-
-def _name(layer: int) -> str:
-    return Path(BLOCK.format(layer)).stem
 
 
 def _options(fingerprint: dict[str, Any]) -> dict[str, Any]:
@@ -384,14 +300,11 @@ def _in_adapter(matrix: PrunedMatrix) -> bool:
     return matrix.left is not None and matrix.expert is None
 
 
-def _write_adapter(
-    folder: Path, model: OpenModel, blocks: Iterable[Sequence[PrunedMatrix]], base: Path
-) -> None:
-    """Write the low-rank parts as PEFT's `PeftModel.from_pretrained(model, folder)` reads them.
+def _write_adapter(folder: Path, model: OpenModel, blocks: Iterable[list[PrunedMatrix]], base: Path) -> None:
+    """Write the low-rank parts as PEFT's `PeftModel.from_pretrained(model, folder)` reads them; `base` has the sparse.
 
     Of a module that W_Q, W_K and W_V share, B holds the left factors side by side, each in the rows of its own outputs,
-    and A the right ones below each other: rank r_Q + r_K + r_V. lora_alpha is the rank of each module, so that what
-    PEFT adds is B A itself. `base` is where the sparse parts will lie.
+    and A the right ones below each other. lora_alpha is the rank of each module, so that what PEFT adds is B A itself.
     """
     from peft import LoraConfig
     from peft.utils import TaskType
@@ -408,12 +321,11 @@ def _write_adapter(
             weight: Any = model.hf.get_submodule(name).weight
             a = torch.cat([part.right.cpu() for part in parts if part.right is not None])
             b = torch.zeros(weight.shape[parts[0].dimension], len(a), dtype=a.dtype)
-            column = 0
-            for part in parts:
+            columns = b.split([part.left.shape[1] for part in parts if part.left is not None], dim=1)
+            for part, column in zip(parts, columns, strict=True):
                 assert part.left is not None
                 rows = torch.arange(len(b)) if part.rows is None else part.rows.cpu()
-                b[rows, column : column + part.left.shape[1]] = part.left.cpu()
-                column += part.left.shape[1]
+                column[rows] = part.left.cpu()
             ranks[name] = len(a)
             tensors[f"base_model.model.{name}.lora_A.weight"] = a
             tensors[f"base_model.model.{name}.lora_B.weight"] = b

@@ -1,4 +1,4 @@
-"""Prune a weight matrix by magnitude, Wanda or SparseGPT, independent of models and texts.
+"""Prune a weight matrix by magnitude, Wanda or SparseGPT.
 
 A weight W is (outputs, inputs), as `nn.Linear` holds it: y = W x. `sparsity` is the share of entries
 removed. A pattern N:M fixes it at 1 − N/M; `sparsity` is then None or that number. Counts are exact, rounded down; the
@@ -20,31 +20,20 @@ from theodolite.errors import UsageError
 from theodolite.prune.options import DAMPING
 from theodolite.theory.checks import check_finite
 
-INPUTS_AT_ONCE = 128
-"""Inputs per block of SparseGPT, within which entries are selected jointly, as in the released code."""
+INPUTS_AT_ONCE, SUBBLOCK = 128, 16
+"""Inputs per block of SparseGPT, within which entries are selected jointly, as in the released code; inputs per matrix
+product within it, where no pattern sets it."""
 
-SUBBLOCK = 16
-"""Inputs per matrix product within a block, where no pattern sets it."""
+_FACTORED_AT_ONCE, _STRIP = 512, 2048
+"""Inputs a step of the factorisation of a Hessian; columns of what is left that are updated together."""
 
-_FACTORED_AT_ONCE = 512
-"""Inputs a step of the factorisation of a Hessian; `_STRIP` are columns of what is left that are updated together."""
+ROWS = 1024  # rows of a matrix of which there is a copy at a time
+_MAX_DAMPING = 1e12  # in mean diagonals: a matrix that needs more is far from positive semidefinite
+AGREEMENT = 1e-3  # tolerance between a given sparsity and that of a pattern, such as 0.333 for 1/3
 
-_STRIP = 2048
-
-ROWS = 1024
-"""Rows of a matrix of which there is a copy at a time."""
-
-_MAX_DAMPING = 1e12
-"""In mean diagonals: a matrix that needs more is far from positive semidefinite."""
-
-AGREEMENT = 1e-3
-"""Tolerance between a given sparsity and that of a pattern, such as 0.333 for 1/3."""
-
-_NEAR = 0.05
-"""How far a threshold is moved to see how many entries it passes, as a share of itself."""
-
-_DAMPING = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
-"""Step sizes of the threshold search; decreasing, so that it cannot oscillate forever."""
+_NEAR, _DAMPING = 0.05, (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+"""Of the threshold search: how far a threshold is moved to see how many entries it passes, as a share of itself; step
+sizes, decreasing, so that it cannot oscillate forever."""
 
 _FEW_THREADS = 2
 """Up to so many, numpy's partition (one thread, vectorised) beats torch's kthvalue, by 3 on one thread."""
@@ -59,18 +48,18 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: str | None
         sparsity: share removed, in (0, 1).
         pattern: N:M; then the largest of each group.
 
-    Returns:
-        The pruned weight, in its own dtype; of ties the last are kept.
+    Returns: the pruned weight, in its own dtype; of ties the last are kept.
 
     Raises:
         UsageError: values that are not finite, not a matrix, or an invalid sparsity or pattern.
     """
-    weight, n_of_m, share = _checked(weight, sparsity, pattern)
+    weight = checked_weight(weight)
+    share, n_of_m = share_removed(sparsity, pattern, weight.shape[1])
     scores = weight.abs().to(precision_of(weight))
     if n_of_m:
         mask = n_of_m.largest(scores)
     else:
-        mask = largest(scores.reshape(1, -1), count_left(weight.numel(), share)).view(weight.shape)
+        mask = largest(scores.reshape(1, -1), weight.numel() - int(share * weight.numel())).view(weight.shape)
     return torch.where(mask, weight, 0)
 
 
@@ -81,37 +70,28 @@ def wanda(
     """Keep the entries of largest |W_ij| ‖x_j‖₂ for each output (Sun, Liu, Bair & Kolter 2024, eq. 1).
 
     Args:
-        weight: (outputs, inputs).
         input_norm: (inputs,): ‖x_j‖₂ over the tokens, or the root mean square: a common factor changes at most
-            rounding.
-        sparsity: share removed of each output, in (0, 1).
-        pattern: N:M.
-
-    Returns:
-        The pruned weight, in its own dtype; of ties the last are kept.
-
-    Raises:
-        UsageError: as `magnitude`, or norms that are negative or of another shape.
+            rounding. `UsageError` where one is negative, or the shape another.
+        weight, sparsity (of each output), pattern: as in `magnitude`, and so are the result and the errors.
     """
-    weight, n_of_m, share = _checked(weight, sparsity, pattern)
+    weight = checked_weight(weight)
+    share, n_of_m = share_removed(sparsity, pattern, weight.shape[1])
     norms = checked_inputs("input_norm", input_norm, weight)
     precision = precision_of(weight)
     # Divided by a power of two near the largest: exact, and in the range of float32; 2^1023 is the largest.
     norms = norms * 2.0 ** min(-int(torch.frexp(norms.max()).exponent), 1000)
     scores = weight.abs().to(precision) * norms.to(precision)
-    mask = n_of_m.largest(scores) if n_of_m else largest(scores, count_left(weight.shape[1], share))
+    mask = (
+        n_of_m.largest(scores) if n_of_m else largest(scores, weight.shape[1] - int(share * weight.shape[1]))
+    )
     return torch.where(mask, weight, 0)
 
 
 @dataclass(frozen=True)
 class HessianFactor:
-    """A Hessian factored for SparseGPT, shared by matrices with the same inputs (W_Q, W_K and W_V).
+    """A Hessian factored for SparseGPT, shared by matrices with the same inputs: R Rᵀ = H + added · I, R the `upper`.
 
-    Attributes:
-        upper: R, upper triangular, R Rᵀ = H + added · I; of dead inputs the diagonal of H counts as 1.
-        dead: inputs that are always 0.
-        damping: as given, or raised as far as needed.
-        added: damping · mean(diag H).
+    Of `dead` inputs, always 0, the diagonal of H counts as 1. `added` is damping · mean(diag H), raised if needed.
     """
 
     upper: Float64[Tensor, "inputs inputs"]
@@ -135,22 +115,12 @@ def _square_sum(matrix: Tensor) -> float:
 
 @torch.no_grad()
 def factor_hessian(hessian: Tensor, damping: float = DAMPING, *, overwrite: bool = False) -> HessianFactor:
-    """Factor a Hessian in float64; the damping is raised tenfold until the factorisation succeeds.
+    """Factor a Hessian (inputs, inputs) in float64; arguments and errors are those of `sparsegpt`.
 
     As in the released code, the diagonal of a dead input is set to 1, and counts in the mean of the diagonal.
-
-    Args:
-        hessian: (inputs, inputs), symmetric: the sum or the mean of x xᵀ over the tokens; a common factor changes
-            nothing unless inputs are dead.
-        damping: share of the mean diagonal that is added to the diagonal (0.01 in the released code).
-        overwrite: R may take the place of a Hessian in float64, so that there is one matrix of this size in memory.
-
-    Raises:
-        UsageError: not a finite square matrix, a negative damping, or far from positive semidefinite.
+    `overwrite`: R may take the place of a Hessian in float64, so that there is one matrix of this size in memory.
     """
-    if not isinstance(hessian, Tensor) or hessian.is_complex() or hessian.ndim != 2:
-        raise UsageError("hessian must be a tensor (inputs, inputs) of real numbers")
-    if hessian.shape[0] != hessian.shape[1] or not len(hessian):
+    if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1] or not len(hessian):
         raise UsageError(f"hessian has shape {tuple(hessian.shape)}: give (inputs, inputs)")
     if not 0 <= damping < _MAX_DAMPING:
         raise UsageError(f"damping is {damping}: give a number from 0 on")
@@ -170,10 +140,7 @@ def factor_hessian(hessian: Tensor, damping: float = DAMPING, *, overwrite: bool
 
 
 def _factor(matrix: Float64[Tensor, "inputs inputs"]) -> bool:
-    """Put R of R Rᵀ into the upper triangle and leave what is below the diagonal; whether that succeeded.
-
-    From the last inputs on: R's last columns are factored, and what they explain is taken off those before them.
-    """
+    """Put R of R Rᵀ into the upper triangle, its last columns first, and leave what is below; whether it succeeded."""
     for stop in range(len(matrix), 0, -_FACTORED_AT_ONCE):
         now = slice(max(stop - _FACTORED_AT_ONCE, 0), stop)
         before, block = slice(0, now.start), matrix[now, now]
@@ -229,14 +196,14 @@ def sparsegpt(
         damping: share of the mean diagonal that is added to the Hessian's diagonal; the released code has 0.01. It
             is raised tenfold until the Hessian can be factored.
 
-    Returns:
-        The pruned weight, in its own dtype. Inputs that are always 0 get weight 0.
+    Returns: the pruned weight, in its own dtype. Inputs that are always 0 get weight 0.
 
     Raises:
-        UsageError: as `magnitude` and `factor_hessian`, or a Hessian of another width.
+        UsageError: as `magnitude`; or the Hessian is not finite, of another width, or far from positive semidefinite.
     """
     factor = hessian if isinstance(hessian, HessianFactor) else factor_hessian(hessian, damping)
-    weight, n_of_m, share = _checked(weight, sparsity, pattern)
+    weight = checked_weight(weight)
+    share, n_of_m = share_removed(sparsity, pattern, weight.shape[1])
     if len(factor.upper) != weight.shape[1]:
         raise UsageError(f"the Hessian is of {len(factor.upper)} inputs, the weight of {weight.shape[1]}")
     if block < 1:
@@ -255,7 +222,7 @@ def sparsegpt(
         inverse = inverse.to(precision)
         asked = factor.upper[:start, now].to(precision).mT @ change[:start]
         rows = torch.addmm(change[now], inverse.mT, asked, alpha=-1)
-        _prune_block(rows, inverse, n_of_m or count_left(rows.numel(), share))
+        _prune_block(rows, inverse, n_of_m or rows.numel() - int(share * rows.numel()))
         pruned[:, now] = rows.T
         torch.sub(rows, change[now], out=change[now])
     return pruned
@@ -266,8 +233,7 @@ def _prune_block(
 ) -> None:
     """Prune some inputs in place; `keep`: their total number of kept entries, or the pattern.
 
-    The paper takes the i-th error from all later inputs at once; here each input takes from itself all earlier errors
-    just before it is needed, which reads as much and writes less.
+    Where the paper takes the i-th error from all later inputs, each takes all earlier ones from itself: fewer writes.
     """
     scale = upper.diagonal().unsqueeze(1)
     errors = torch.empty_like(rows)
@@ -286,11 +252,6 @@ def _prune_block(
                 rows[i].addmv_(errors[first:i].mT, upper[first:i, i], alpha=-1)
             torch.mul(rows[i], share[i - first], out=errors[i])
     rows.masked_fill_(~mask, 0)
-
-
-def count_left(entries: int, sparsity: float) -> int:
-    """Count the entries that are kept: the share to remove is rounded down."""
-    return entries - int(sparsity * entries)
 
 
 @dataclass(frozen=True)
@@ -324,10 +285,7 @@ class Pattern:
 
 
 def pattern_of(given: object, inputs: int) -> Pattern | None:
-    """Read N:M, such as "2:4", for matrices with `inputs` inputs; None for None, `UsageError` where it is no pattern.
-
-    At most N of every M consecutive inputs of an output are kept.
-    """
+    """Read N:M, such as "2:4", for matrices with `inputs` inputs; None for None, `UsageError` if it is no pattern."""
     if given is None:
         return None
     text = re.fullmatch(r"(\d+):(\d+)", str(given))
@@ -343,39 +301,29 @@ def check_sparsity(sparsity: object) -> float:
     """Check a share of entries to remove; `UsageError` where it is no number in (0, 1)."""
     if sparsity is None:
         raise UsageError("no sparsity is given: pass the share to remove, or a pattern such as 2:4")
-    if isinstance(sparsity, bool) or not isinstance(sparsity, numbers.Real) or not 0 < float(sparsity) < 1:
-        raise UsageError(
-            f"sparsity is {sparsity!r}: give the share to remove, between 0 and 1, both excluded"
-        )
+    if not isinstance(sparsity, numbers.Real) or not 0 < float(sparsity) < 1:
+        raise UsageError(f"sparsity is {sparsity!r}: give the share to remove, between 0 and 1, excluded")
     return float(sparsity)
 
 
 def check_ratio(ratio: object) -> float:
     """Check the share of the kept parameters in a low-rank part; `UsageError` where it is no number in [0, 1]."""
-    if isinstance(ratio, bool) or not isinstance(ratio, numbers.Real) or not 0 <= float(ratio) <= 1:
+    if not isinstance(ratio, numbers.Real) or not 0 <= float(ratio) <= 1:
         raise UsageError(f"rank_ratio is {ratio!r}: give the share of the low-rank part, from 0 to 1")
     return float(ratio)
 
 
-def sparsity_of(sparsity: float | None, pattern: Pattern | None) -> float:
-    """Find the share to remove, by None that of the pattern; `UsageError` where it is none, or another."""
-    if pattern is None:
-        return check_sparsity(sparsity)
-    fixed = 1 - pattern.density
+def share_removed(sparsity: float | None, pattern: str | None, inputs: int) -> tuple[float, Pattern | None]:
+    """Find the share to remove, by None that of the pattern, and the pattern; `UsageError` where they do not fit."""
+    n_of_m = pattern_of(pattern, inputs)
+    if n_of_m is None:
+        return check_sparsity(sparsity), None
+    fixed = 1 - n_of_m.density
     if sparsity is not None and abs(check_sparsity(sparsity) - fixed) > AGREEMENT:
         raise UsageError(
-            f"pattern {pattern} removes {fixed:.4g} of the entries, not {sparsity:g}: pass sparsity {fixed:.4g} or None"
+            f"pattern {n_of_m} removes {fixed:.4g} of the entries, not {sparsity:g}: pass sparsity {fixed:.4g} or None"
         )
-    return fixed
-
-
-def _checked(
-    weight: Tensor, sparsity: float | None, pattern: str | None
-) -> tuple[Tensor, Pattern | None, float]:
-    """Return a weight, checked, with the pattern and the share to remove."""
-    weight = checked_weight(weight)
-    n_of_m = pattern_of(pattern, weight.shape[1])
-    return weight, n_of_m, sparsity_of(sparsity, n_of_m)
+    return fixed, n_of_m
 
 
 def checked_weight(weight: object) -> Float[Tensor, "outputs inputs"]:
@@ -396,14 +344,9 @@ def precision_of(weight: Tensor) -> torch.dtype:
 def checked_inputs(
     name: str, values: object, weight: Float[Tensor, "outputs inputs"]
 ) -> Float[Tensor, " inputs"]:
-    """Check one number ≥ 0 for each input; float64 on the weight's device, all-zero values become ones.
-
-    Raises:
-        UsageError: another shape, negative or not finite.
-    """
-    if not isinstance(values, Tensor) or values.shape != weight.shape[1:] or values.is_complex():
-        shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise UsageError(f"{name} must be one number for each of {weight.shape[1]} inputs, not {shape}")
+    """Check one number ≥ 0 for each input, else `UsageError`; float64 on the weight's device, all zeros become ones."""
+    if not isinstance(values, Tensor) or values.shape != weight.shape[1:]:
+        raise UsageError(f"{name} must be one number for each of {weight.shape[1]} inputs, as a tensor")
     numbers = values.detach().to(weight.device, torch.float64)
     check_finite(name, numbers)
     if (numbers < 0).any():
@@ -438,10 +381,9 @@ def _kth_smallest(scores: Float[Tensor, "rows columns"], k: int) -> Float[Tensor
 
 
 class ThresholdTracker:
-    """Repeated `largest` of the same rows while their scores change little.
+    """Repeated `largest` of the same rows while their scores change little, in half the time.
 
-    Each row's threshold starts where it was and moves by how many entries are too many, which takes a few passes of
-    comparing and counting, half the time of a new selection. Rows that still miss the count are selected exactly.
+    Each row's threshold starts where it was and moves by how many entries are too many; rows that miss are sorted.
     """
 
     def __init__(self, count: int) -> None:

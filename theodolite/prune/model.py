@@ -1,6 +1,8 @@
 """Prune all matrices of a model in place, block by block, each calibrated on the outputs of the pruned ones.
 
-The formulas are in the modules of the methods; how blocks are run is in `calibration.py`, the files in `checkpoint.py`.
+A `Sweep` takes the calibration contexts through the blocks: only the hidden states that enter the current block are
+stored, in the model's dtype. The start of one context, the witness, goes through the blocks as well: first and last it
+is compared with a pass of the whole model.
 """
 
 from __future__ import annotations
@@ -9,66 +11,60 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from jaxtyping import Float, Float64
 from torch import Tensor
 
+from theodolite.accumulate.second_moments import SecondMoments
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import OpenModel, open_model
-from theodolite.models.guard import measures
+from theodolite.models.guard import measures, without_autocast
 from theodolite.models.stored.factored import PrunedMatrix
-from theodolite.models.weights.block_matrices import Matrix, block_matrices, left_dense, one_expert_at_a_time
-from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of
+from theodolite.models.stored.loading import RUNNING_ERRORS, reason_of
+from theodolite.models.structure import first_output, removed_on_leaving
+from theodolite.models.sweep import Sweep
+from theodolite.models.weights.block_matrices import (
+    Matrix,
+    TappedProducts,
+    block_matrices,
+    left_dense,
+    one_expert_at_a_time,
+)
+from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of, refuse_nonfinite_stream
 from theodolite.passes.run import describe_corpus, describe_model, describe_pass
-from theodolite.prune.calibration import BlockByBlock, InputMoments, Moments
-from theodolite.prune.checkpoint import (
-    Pruned,
-    TableRows,
-    UnfinishedPruning,
-    low_rank_of,
-    write_block,
-)
-from theodolite.prune.methods import (
-    check_ratio,
-    check_sparsity,
-    magnitude,
-    pattern_of,
-    precision_of,
-    sparsegpt,
-    sparsity_of,
-    wanda,
-)
-from theodolite.prune.options import (
-    DAMPING,
-    ITERATIONS,
-    RANK_RATIO,
-    TOKENS_A_BATCH,
-    PruningOptions,
-    RankRatio,
-    Sparsity,
-)
+from theodolite.prune import checkpoint, methods
+from theodolite.prune.checkpoint import Pruned, UnfinishedPruning
+from theodolite.prune.options import TOKENS_A_BATCH, PruningOptions, RankRatio, Sparsity
 from theodolite.prune.sparse_low_rank import oats, rank_and_entries
 from theodolite.system.checkpoint_folders import ADAPTER, SETTINGS, refuse_inside
+from theodolite.system.choices import wider_than
 from theodolite.system.processor import multiplies_bfloat16_faster
 from theodolite.system.progress import ShowProgress
 
 SCHEMA_VERSION = 1
-
-WIDE = 512
-"""Width from which products are most of the time that it takes to read the text."""
-
+WIDE = 512  # width from which products are most of the time that it takes to read the text
 NO_TOKENS = "no token of the text reached it: all inputs weighted equally"
 
-Matrices = list[list[Matrix]]
-"""Of every block."""
+MAX_ROUNDINGS = 16
+"""Tolerance between block-by-block and whole forward passes, in machine epsilons of the largest entry."""
+
+WITNESS = 64
+"""Tokens of the first context that are the witness: its whole passes and those through every block cost little."""
+
+SUMMED_AT_ONCE = 256
+"""Squares summed in float32, before they are added up in float64: seven digits of a sum, in a tenth of the time."""
 
 
 @measures("model")
@@ -79,10 +75,10 @@ def prune_model(
     sparsity: Sparsity = None,
     *,
     pattern: str | None = None,
-    rank_ratio: RankRatio = RANK_RATIO,
-    iterations: int = ITERATIONS,
+    rank_ratio: RankRatio = PruningOptions.rank_ratio,
+    iterations: int = PruningOptions.iterations,
     seed: int = 0,
-    damping: float = DAMPING,
+    damping: float = PruningOptions.damping,
     exact: bool = False,
     skip: Sequence[str] = (),
     out: str | Path | None = None,
@@ -92,14 +88,12 @@ def prune_model(
 ) -> Pruned:
     """Prune a model in place, and write it as a checkpoint where `out` says.
 
-    Of a model from `open_streamed`, a block is in memory while it is pruned, and its pruned matrices are written to
-    `out` only. A model that `device_map` has offloaded is refused: stream it.
-
     Every linear layer inside the blocks is pruned, W_Q, W_K and W_V separately where they are fused, and the matrices
     of every expert on the tokens routed to it; embeddings, head, norms, biases and routers are not.
 
     Args:
-        model: from `open_model`, and left half pruned by an interrupt; or from `open_streamed`.
+        model: from `open_model`, and left half pruned by an interrupt; or from `open_streamed`: then a block is in
+            memory while it is pruned, and its pruned matrices are written to `out` only.
         corpus: the calibration text; all its tokens count.
         method: "oats", "sparsegpt", "wanda" or "magnitude".
         sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block, or a
@@ -108,9 +102,7 @@ def prune_model(
         pattern: "2:4" keeps at most 2 of every 4 consecutive inputs of an output, in the sparse part.
         rank_ratio: for OATS: the share of the kept parameters in the low-rank part, from 0 to 1; or a function of
             (block, name of the matrix): `lambda layer, name: 0.5 if name in "qk" else 0.25`.
-        iterations: for OATS.
-        seed: for OATS: of the random start, and of the probes that check whether its subspace is still the leading one.
-        damping: for SparseGPT, as in `sparsegpt`.
+        iterations, seed: for OATS, as in `oats`; damping: for SparseGPT, as in `sparsegpt`.
         exact: read the text in the model's own precision, even where the processor multiplies faster in bfloat16; and
             for OATS a full SVD in every iteration, as published, of large matrices too.
         skip: globs of names of matrices that stay dense, in their block ("mlp.down_proj", "q") or in the model
@@ -127,7 +119,8 @@ def prune_model(
             quantised or under an intervention, or `out` holds something else.
         WorkError: the family cannot be run block by block, NaN occurred, or a file cannot be written.
     """
-    options = PruningOptions.among(locals())  # a test says that they agree
+    of_oats = pattern, rank_ratio, iterations, seed
+    options = PruningOptions(method, sparsity, *of_oats, damping, exact, skip, out, form, batch)
     pruning = _Pruning(model, corpus, options, show_progress)
     if options.out is None:
         return pruning.run(None)
@@ -146,24 +139,20 @@ def prune_model(
 def check_shares(sparsity: Sparsity, rank_ratio: RankRatio, blocks: int) -> None:
     """Raise `UsageError` where shares are out of range, or of other blocks; those by a function are not asked."""
     if not callable(rank_ratio):
-        check_ratio(rank_ratio)
+        methods.check_ratio(rank_ratio)
     shares = sparsity if isinstance(sparsity, Sequence) else [sparsity] * blocks
     if len(shares) != blocks:
         raise UsageError(f"{len(shares)} sparsities for {blocks} blocks: give one, or one per block")
     for share in shares:
         if share is not None and not callable(share):
-            check_sparsity(share)
+            methods.check_sparsity(share)
 
 
 class _Pruning:
     """A pruning of a model, every argument checked before anything is pruned.
 
-    Attributes:
-        matrices: those that are pruned, of every block; `every`: the same, one after the other.
-        sparsity, rank_ratio: of each (block, key of a matrix).
-        batch: contexts per forward pass.
-        rounded: the text is read with products in bfloat16.
-        fingerprint: everything that decides the result.
+    Of its `matrices` (of each block; `every`: one after the other) it has `sparsity` and `rank_ratio` by block and key.
+    `rounded`: the text is read with products in bfloat16. `fingerprint`: everything that decides the result.
     """
 
     def __init__(
@@ -175,10 +164,8 @@ class _Pruning:
         self.batch = batch_of(corpus, options.batch, TOKENS_A_BATCH)
         if options.out is not None:
             refuse_inside(Path(options.out), model.id)
-        self.matrices = _without_skipped(model, _dense_matrices(model), options)
+        self.matrices = _without_skipped(model, options)
         self.every = list(chain(*self.matrices))
-        self.sparsity: dict[tuple[int, str], float | None] = {}
-        self.rank_ratio: dict[tuple[int, str], float] = {}
         self._set_shares()
         widest = max(matrix.shape[1] for matrix in self.every)
         if options.moments_damping is not None and len(corpus.tokens) < widest:
@@ -186,13 +173,9 @@ class _Pruning:
                 f"{len(corpus.tokens)} tokens do not calibrate SparseGPT for matrices of {widest} inputs: give more "
                 "text, or more --contexts"
             )
-        self.rounded = (
-            options.reads_text
-            and not options.exact
-            and (model.source.dtype, torch.device(model.device).type) == (torch.float32, "cpu")
-            and model.width >= WIDE
-            and multiplies_bfloat16_faster()
-        )
+        in_float32 = (model.source.dtype, torch.device(model.device).type) == (torch.float32, "cpu")
+        may_round = options.reads_text and not options.exact and in_float32 and model.width >= WIDE
+        self.rounded = may_round and multiplies_bfloat16_faster()
         self.fingerprint: dict[str, Any] = fingerprint_of(model) | {"pruning": self._settings()}
         if options.reads_text:  # else it decides nothing, and is not named in the result
             self.fingerprint |= {"corpus": corpus.sha256, "batch": self.batch}
@@ -201,21 +184,22 @@ class _Pruning:
         """Set the sparsity and the rank ratio of each matrix, and refuse those that do not work."""
         options, sparsity, rank_ratio = self.options, self.options.sparsity, self.options.rank_ratio
         check_shares(sparsity, rank_ratio, len(self.matrices))
-        ranks = []
+        self.sparsity: dict[tuple[int, str], float | None] = {}
+        self.rank_ratio: dict[tuple[int, str], float] = {}
+        fills_adapter = False
         for matrix in self.every:
             layer, name, at = matrix.layer, matrix.name, (matrix.layer, matrix.key)
-            self.rank_ratio[at] = check_ratio(rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio)
+            ratio = methods.check_ratio(rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio)
             share = sparsity(layer, name) if callable(sparsity) else sparsity
             share = share[layer] if isinstance(share, Sequence) else share
-            self.sparsity[at] = None if share is None else check_sparsity(share)
+            share = None if share is None else methods.check_sparsity(share)
+            self.sparsity[at], self.rank_ratio[at] = share, ratio
             if options.method == "oats":
-                shares = self.sparsity[at], self.rank_ratio[at]
-                ranks.append(rank_and_entries(matrix.shape, *shares, options.pattern).rank)
+                rank = rank_and_entries(matrix.shape, share, ratio, options.pattern).rank
+                fills_adapter |= rank > 0 and matrix.expert is None
             else:
-                sparsity_of(share, pattern_of(options.pattern, matrix.shape[1]))
-        if options.form == ADAPTER and not any(
-            rank for rank, matrix in zip(ranks, self.every, strict=True) if matrix.expert is None
-        ):
+                methods.share_removed(share, options.pattern, matrix.shape[1])
+        if options.form == ADAPTER and not fills_adapter:
             raise UsageError(
                 "every matrix gets rank 0, which leaves no low-rank part that an adapter could hold: choose a larger "
                 "rank ratio, or another --format"
@@ -224,24 +208,26 @@ class _Pruning:
     def _settings(self) -> dict[str, Any]:
         """Describe what decides the result, as plain values."""
         options = self.options
-        settings: dict[str, Any] = {"method": options.method, "sparsity": _plain(self.sparsity)}
-        settings["pattern"] = options.pattern
-        if options.method == "oats":
-            settings["rank_ratio"] = _plain(self.rank_ratio)
-            settings |= {"iterations": options.iterations, "seed": options.seed}
-        if options.moments_damping is not None:
-            settings["damping"] = options.damping
-        settings |= {"exact": True} if options.exact else {}
-        settings |= {"products": "bfloat16"} if self.rounded else {}
-        return settings | ({"skip": sorted(set(options.skip))} if options.skip else {})
+        of_oats = options.method == "oats"
+        others = {
+            "rank_ratio": _plain(self.rank_ratio) if of_oats else None,
+            "iterations": options.iterations if of_oats else None,
+            "seed": options.seed if of_oats else None,
+            "damping": options.moments_damping,
+            "exact": options.exact or None,
+            "products": "bfloat16" if self.rounded else None,
+            "skip": sorted(set(options.skip)) or None,
+        }
+        settings = {"method": options.method, "sparsity": _plain(self.sparsity), "pattern": options.pattern}
+        return settings | {name: value for name, value in others.items() if value is not None}
 
     def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
         """Prune every unfinished block, and write the result of every block into the model."""
         model = self.model
-        started = time.monotonic() - (unfinished.seconds if unfinished else 0.0)
-        rows: TableRows = []
-        low_rank: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # where no file has them
-        described = describe_model(model)
+        started = time.monotonic()
+        rows: checkpoint.TableRows = []
+        low_rank: list[checkpoint.LowRank] = []  # where no file has them
+        described = self._described()
         folder = unfinished.folder if unfinished and model.streamed is not None else None
         with one_expert_at_a_time(model.root):
             text = None
@@ -254,12 +240,12 @@ class _Pruning:
                 with model.block_present(layer):
                     done = unfinished.block(layer) if unfinished else None
                     pruned, block_rows = done or self._pruned_block(text, layer, matrices, len(rows))
-                    write_block(matrices, pruned)
+                    checkpoint.write_block(matrices, pruned)
                     if unfinished and not done:
-                        unfinished.save_block(layer, pruned, block_rows, time.monotonic() - started)
+                        unfinished.save_block(layer, pruned, block_rows)
                     rows += block_rows
                     if not unfinished:
-                        low_rank |= low_rank_of(layer, pruned)
+                        low_rank.append(checkpoint.low_rank_of(layer, pruned))
                     del done, pruned  # a block's worth of memory, before the next one is read
                     if text and layer + 1 < model.layers:
                         text.advance(layer)
@@ -267,18 +253,18 @@ class _Pruning:
                 with unfinished.written_into(model, self.matrices) if unfinished else nullcontext():
                     text.verify_end()
         self.show_progress(len(self.every), len(self.every))
-        provenance = described | self._provenance() | {"wall_seconds": time.monotonic() - started}
-        return Pruned(pd.DataFrame(rows), provenance, low_rank)
+        provenance = described | {"wall_seconds": time.monotonic() - started}
+        return Pruned(pd.DataFrame(rows), provenance, low_rank.__getitem__)
 
     def _pruned_block(
         self, text: BlockByBlock | None, layer: int, matrices: Sequence[Matrix], before: int
-    ) -> tuple[list[PrunedMatrix], TableRows]:
+    ) -> tuple[list[PrunedMatrix], checkpoint.TableRows]:
         """Return a block's matrices, pruned, with their rows of the table; `before`: how many came before."""
         moments = InputMoments(matrices, self.options.moments_damping)
         if text:
             text.read(layer, moments)
         pruned: list[PrunedMatrix] = []
-        rows: TableRows = []
+        rows: checkpoint.TableRows = []
         for matrix in matrices:
             # Not after the last matrix: a finished block is saved before an interrupt can stop the work.
             self.show_progress(before + len(rows), len(self.every))
@@ -301,7 +287,7 @@ class _Pruning:
         sparse.masked_fill_(sparse == 0, 0)  # a negative zero would not outlive packing
         place = matrix.key, matrix.parameter, matrix.expert, matrix.dimension, matrix.rows
         pruned = PrunedMatrix(*place, sparse, *low_rank)
-        difference = weight.to(precision_of(weight))
+        difference = weight.to(methods.precision_of(weight))
         wholes = moments.squared_norms(difference)
         losses = moments.squared_norms(difference.sub_(pruned.merged()))
         error, error_scaled = (
@@ -338,29 +324,29 @@ class _Pruning:
         """Return the parts of a pruned weight, sparse and if any low-rank, the damping, and what else was done."""
         options, pattern = self.options, self.options.pattern
         if options.method == "magnitude":
-            return (magnitude(weight, sparsity, pattern),), math.nan, ""
+            return (methods.magnitude(weight, sparsity, pattern),), math.nan, ""
         if options.method == "wanda":
-            return (wanda(weight, moments.diagonal.sqrt(), sparsity, pattern),), math.nan, ""
+            return (methods.wanda(weight, moments.diagonal.sqrt(), sparsity, pattern),), math.nan, ""
         if options.method == "sparsegpt":
             assert moments.factor is not None
             damping = moments.factor.damping
             raised = f"damping raised to {damping:g}" if damping > options.damping else ""
-            return (sparsegpt(weight, moments.factor, sparsity, pattern),), damping, raised
+            return (methods.sparsegpt(weight, moments.factor, sparsity, pattern),), damping, raised
         parts = sparsity, ratio, options.iterations, pattern
         split = oats(weight, moments.diagonal, *parts, seed=options.seed, exact=options.exact)
         stalled = f"full SVD in {split.stalls} of {split.iterations} iterations" if split.stalls else ""
         low_rank = (split.left, split.right) if split.left.numel() else ()
         return (split.sparse, *low_rank), math.nan, stalled
 
-    def _provenance(self) -> dict[str, Any]:
-        """Describe the text and the settings."""
-        left = left_dense(self.model, self.every)
-        pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"], "left_dense": left}
-        seed = self.options.seed
+    def _described(self) -> dict[str, Any]:
+        """Describe the model, the text and the settings, for the provenance."""
+        model, seed = self.model, self.options.seed
         described: dict[str, Any] = {"seed": seed, "fingerprint": self.fingerprint}
         if self.options.reads_text:
-            described = describe_pass(self.model, self.corpus, seed, self.fingerprint)
-        return described | {"pruning": pruning}
+            described = describe_pass(model, self.corpus, seed, self.fingerprint)
+        pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"]}
+        pruning["left_dense"] = left_dense(model, self.every)
+        return describe_model(model) | described | {"pruning": pruning}
 
     def restore(self, folder: Path) -> None:
         """Put the matrices of this same pruning, finished in `folder`, into the model."""
@@ -376,31 +362,19 @@ class _Pruning:
         self.model.record_intervention(f"pruned({self.options.method}, sha256:{digest[:16]})")
 
 
-def _dense_matrices(model: OpenModel) -> Matrices:
-    """Find the matrices of a model, and refuse one that was pruned or changed."""
+def _without_skipped(model: OpenModel, options: PruningOptions) -> list[list[Matrix]]:
+    """Find the matrices of each block but those that `options.skip` names, which are left dense; or `UsageError`.
+
+    A glob is of a matrix, or of a module that it is in, by its name in the block ("mlp.down_proj", "q", "mlp"), or that
+    in the model ("model.layers.0").
+    """
     if model.interventions:
-        raise UsageError(
-            f"the opened model was modified ({model.interventions[-1]}): open it anew to prune it"
-        )
+        raise UsageError(f"the opened model was modified ({model.interventions[-1]}): open it anew")
     if (Path(model.id) / SETTINGS).is_file():
-        raise UsageError(
-            f"{model.id} is pruned already ({SETTINGS} is next to its weights): give the dense model"
-        )
+        raise UsageError(f"{model.id} is pruned already ({SETTINGS} is next to its weights): give another")
     matrices = block_matrices(model)
     if not any(matrices):
         raise UsageError(f"{model.source.name} has no linear layers in its blocks that could be pruned")
-    return matrices
-
-
-def _without_skipped(model: OpenModel, matrices: Matrices, options: PruningOptions) -> Matrices:
-    """Leave out the matrices that `options.skip` names.
-
-    A glob is of a matrix, or of a module that it is in, by its name in the block ("mlp.down_proj", "q", "mlp"), that
-    behind the block's number ("0.q"), or that in the model ("model.layers.0").
-
-    Raises:
-        UsageError: a glob is of nothing, nothing is left to prune, or a factored layer would be in part dense.
-    """
     name_of = {module: name for name, module in model.root.named_modules()}
     blocks = [name_of[block] for block in model.structure.blocks]
     skipped: set[int] = set()
@@ -408,10 +382,8 @@ def _without_skipped(model: OpenModel, matrices: Matrices, options: PruningOptio
         fitting = set()
         for matrix in chain(*matrices):
             path = matrix.parameter
-            names = [path, path.removeprefix(f"{blocks[matrix.layer]}."), matrix.key, matrix.name]
-            names += [f"{matrix.layer}.{name}" for name in names[2:]]
-            parts = (f"{name}." for name in names)
-            if any(fnmatchcase(part, f"{glob}.*") for part in parts):
+            names = (path, path.removeprefix(f"{blocks[matrix.layer]}."), matrix.key, matrix.name)
+            if any(fnmatchcase(f"{name}.", f"{glob}.*") for name in names):
                 fitting.add(id(matrix))
         if not fitting:
             known = ", ".join(matrix.key for matrix in next(filter(None, matrices)))
@@ -423,9 +395,9 @@ def _without_skipped(model: OpenModel, matrices: Matrices, options: PruningOptio
     left = [[matrix for matrix in block if id(matrix) not in skipped] for block in matrices]
     if not any(left):
         raise UsageError(f"--skip {','.join(options.skip)}: nothing is left to prune")
-    pruned = {matrix.parameter for matrix in chain(*left)} if options.form == "factored" else ()
+    pruned = {matrix.parameter for matrix in chain(*left)}
     for matrix in chain(*matrices):
-        if matrix.parameter in pruned and id(matrix) in skipped:
+        if options.form == "factored" and id(matrix) in skipped and matrix.parameter in pruned:
             raise UsageError(
                 f"{matrix.key} of block {matrix.layer} is a part of {matrix.parameter}, which --format factored "
                 "keeps as a whole: skip all of its parts, or none"
@@ -434,12 +406,201 @@ def _without_skipped(model: OpenModel, matrices: Matrices, options: PruningOptio
 
 
 def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:
-    """Return one value if all matrices agree, one per block if those of each block do, else all by name."""
-    by_block: dict[int, set[float | None]] = {}
-    for (layer, _), value in values.items():
-        by_block.setdefault(layer, set()).add(value)
+    """Return one value if all matrices agree, else all by name."""
     if len(set(values.values())) == 1:
         return next(iter(values.values()))
-    if list(by_block) == list(range(len(by_block))) and all(len(shares) == 1 for shares in by_block.values()):
-        return [shares.pop() for shares in by_block.values()]
     return {f"{layer}/{key}": value for (layer, key), value in values.items()}
+
+
+class BlockByBlock:
+    """The calibration contexts on their way through the blocks, batch by batch, and the witness beside them.
+
+    The blocks of the model may be changed between calls. `WorkError` where they cannot be run one by one.
+    """
+
+    def __init__(
+        self,
+        model: OpenModel,
+        corpus: Corpus,
+        batch: int,
+        between: Callable[[], None],  # called after every batch; it may raise to stop
+        folder: Path
+        | None = None,  # of files without a name for hidden states, which memory holds as far as it can
+        *,
+        rounded: bool = False,  # take the products in bfloat16, all but those of the witness
+    ) -> None:
+        self._model, self._between = model, between
+        self._rounding = partial(torch.autocast, model.device.type, torch.bfloat16, enabled=rounded)
+        self._batches = [corpus.ids(part) for part in corpus.batches(batch)]
+        self._witness_ids = corpus.ids(slice(0, 1))[:, :WITNESS]
+        dense, self._witness, self._sweep = (
+            Sweep(model.structure.blocks, of, beside=True) for of in (None, None, folder)
+        )
+        try:
+            for layer in range(model.layers):
+                with model.block_present(layer):
+                    self._advance_witness(dense, layer)
+        except (WorkError, *RUNNING_ERRORS) as error:
+            raise WorkError(
+                f"{model.source.name} cannot be pruned block by block: {reason_of(error)}"
+            ) from error
+        self._compare(dense)
+        self._witness.others = self._sweep.others = dense.others
+
+    def read(self, layer: int, moments: InputMoments) -> None:
+        """Run a block on all contexts for the moments of what enters its matrices."""
+
+        @contextmanager
+        def collecting() -> Iterator[None]:
+            with self._rounding(), moments.collecting():
+                yield
+
+        with self._sweep.block(layer, collecting, keep=False):
+            for ids in self._batches:
+                self._model.forward(ids)
+                self._between()
+
+    def advance(self, layer: int) -> None:
+        """Run a block on all contexts; its outputs become the inputs of the next one."""
+        self._advance_witness(self._witness, layer)
+        with self._sweep.block(layer, self._rounding):
+            for number, ids in enumerate(self._batches):
+                self._model.forward(ids)
+                refuse_nonfinite_stream(layer + 1, self._sweep.carried[number])
+                self._between()
+
+    def verify_end(self) -> None:
+        """Raise `WorkError` where the last block gives the witness another output than a pass of the pruned model."""
+        last = self._model.layers - 1
+        self._advance_witness(self._witness, last)
+        refuse_nonfinite_stream(last + 1, self._witness.carried[0])
+        self._compare(self._witness)
+
+    def _advance_witness(self, sweep: Sweep, layer: int) -> None:
+        with sweep.block(layer):
+            self._model.forward(self._witness_ids)
+
+    def _compare(self, sweep: Sweep) -> None:
+        """Raise `WorkError` where a sweep left the witness with another output than a pass of the whole model."""
+        outputs: list[Tensor] = []
+        last = self._model.structure.blocks[-1]
+        hook = last.register_forward_hook(lambda _, args, output: outputs.append(first_output(output)))
+        with removed_on_leaving([hook]):
+            self._model.forward(self._witness_ids)
+        ours, reference = sweep.carried[0].double(), outputs[0]
+        largest = reference.abs().max().double().clamp_min(1e-300)
+        error = float((ours - reference.double()).abs().max() / largest)
+        if not error <= MAX_ROUNDINGS * torch.finfo(reference.dtype).eps:
+            family = self._model.source.name
+            raise WorkError(
+                f"{family}: running its blocks one by one differs from the model's own pass by {error:.1e}, so it "
+                "cannot be pruned block by block"
+            )
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Second moments of the `count` input vectors x of a matrix: mean of x_i², and if requested of x xᵀ, factored."""
+
+    count: int
+    diagonal: Float64[Tensor, " inputs"]
+    factor: methods.HessianFactor | None
+
+    def squared_norms(self, matrix: Float[Tensor, "outputs inputs"]) -> tuple[float, float]:
+        """Compute the mean of ‖M x‖² from full moments (else NaN), and ‖M D‖², its value for uncorrelated inputs."""
+        exact = math.nan if self.factor is None else self.factor.squared_norm(matrix)
+        norms = [rows.square() @ self.diagonal.to(matrix.dtype) for rows in matrix.split(methods.ROWS)]
+        return exact, float(torch.cat(norms).double().sum())
+
+
+class _AllInputsSeen(Exception):
+    """Raised to leave a block that has nothing left to show."""
+
+
+class InputMoments:
+    """Sums over the inputs of the matrices of one block; those with the same inputs (W_Q, W_K and W_V) share one.
+
+    `damping`: of the factors of the full moments, centred while summing; None: diagonals only.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], damping: float | None = None) -> None:
+        self._damping = damping
+        self._widths = {matrix.holder.data_ptr(): matrix.shape[1] for matrix in matrices}
+        self._sums: dict[int, SecondMoments | tuple[int, Tensor]] = {}
+        self._moments: dict[int, Moments] = {}
+        self._first: dict[int, int] = {}
+        self._last: tuple[int, Tensor | None] = (0, None)
+        self._uses: Counter[int] = Counter()  # in this run of the block
+        self._may_leave = False
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Collect the inputs of products with the matrices in one run of the block."""
+        # Where the first run used each matrix once, the others are left before the last product: of a gated MLP that
+        # saves a quarter of the work.
+        self._uses.clear()
+        with suppress(_AllInputsSeen), TappedProducts(self._add):
+            yield
+        self._may_leave = all(self._uses[at] == 1 for at in self._widths)
+
+    @torch.inference_mode()  # as the pass in which sums were made, which are changed in place
+    def of(self, matrix: Matrix) -> Moments:
+        """Return the moments of a matrix's inputs, those of the identity if it had none; `WorkError` if infinite."""
+        at, device = matrix.holder.data_ptr(), matrix.holder.device
+        first = self._first.get(at, at)
+        if first in self._moments:
+            return self._moments[first]
+        sums, full = self._sums.pop(first, None), None
+        if sums is None:
+            count, diagonal = 0, torch.ones(matrix.shape[1], dtype=torch.float64, device=device)
+            full = None if self._damping is None else diagonal.diag()
+        elif isinstance(sums, tuple):
+            count, diagonal = sums[0], sums[1].to(device) / sums[0]
+        else:  # mean(x xᵀ) = covariance + x̄ x̄ᵀ takes the place of the sums
+            total, mean, moment = (sums.at(name, 0, device) for name in ("count", "mean", "moment"))
+            full = moment.div_(total).addr_(mean, mean)
+            count, diagonal = int(total), full.diagonal().clone()
+        if not torch.isfinite(diagonal).all():
+            raise WorkError(
+                f"the input of {matrix.parameter} is NaN, infinite or too large: {wider_than(matrix.holder.dtype)}"
+            )
+        factor = None
+        if full is not None and self._damping is not None:
+            factor = methods.factor_hessian(full, self._damping, overwrite=True)
+        moments = Moments(count, diagonal, factor)
+        if count:
+            self._moments[first] = moments
+        return moments
+
+    def _add(self, inputs: Tensor, matrix: Tensor) -> None:
+        at = matrix.data_ptr()
+        if self._widths.get(at) != inputs.shape[-1]:
+            return
+        self._uses[at] += 1
+        last, tensor = self._last
+        first = self._first.setdefault(at, last if inputs is tensor else at)
+        if first == at:
+            self._last = (at, inputs)
+            with without_autocast():
+                self._sum(at, inputs)
+        elif inputs is not tensor:
+            raise WorkError("two matrices share their inputs in one batch and not in another")
+        if self._may_leave and len(self._uses) == len(self._widths):
+            raise _AllInputsSeen
+
+    def _sum(self, at: int, inputs: Tensor) -> None:
+        rows = inputs.detach().reshape(-1, inputs.shape[-1])
+        if not len(rows):  # an expert may be run on none
+            return
+        sums = self._sums.get(at)
+        if self._damping is not None:
+            if sums is None:
+                sums = self._sums[at] = SecondMoments(1, rows.shape[1])
+            assert isinstance(sums, SecondMoments)
+            sums.update(0, rows)
+        else:
+            assert not isinstance(sums, SecondMoments)
+            count, squares = sums or (0, rows.new_zeros(rows.shape[1], dtype=torch.float64))
+            for chunk in rows.split(SUMMED_AT_ONCE):
+                squares = squares + chunk.to(methods.precision_of(chunk)).square().sum(dim=0)
+            self._sums[at] = count + len(rows), squares

@@ -1,39 +1,26 @@
-"""Check the options of a pruning without importing anything heavy.
-
-What only the model or the text can refuse is in `model.py`.
-"""
+"""The options of a pruning, checked without importing anything heavy as far as that can be done without the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from theodolite.errors import UsageError
 from theodolite.system.checkpoint_folders import ADAPTER
 from theodolite.system.choices import check_number, check_whole
 
 METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
+FORMS = ("merged", "factored", ADAPTER)  # how a pruned checkpoint is written
 
-FORMS = ("merged", "factored", ADAPTER)
-"""How a pruned checkpoint is written."""
+RANK_RATIO, ITERATIONS, DAMPING = 0.25, 80, 0.1
+"""Of OATS κ, the share of the kept parameters in the low-rank part, and alternations, as published; of SparseGPT, in
+mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
 
-RANK_RATIO, ITERATIONS = 0.25, 80
-"""Of OATS: κ, share of the kept parameters in the low-rank part; alternations, as published."""
+TOKENS_A_BATCH = 1024  # default batch: what a block computes of so many tokens stays in a processor's cache
 
-TOKENS_A_BATCH = 1024
-"""Default batch: what a block computes of so many tokens stays in a processor's cache."""
-
-DAMPING = 0.1
-"""Of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
-
-OF_METHOD = {
-    "rank_ratio": ("oats",),
-    "exact": ("oats", "sparsegpt", "wanda"),
-    "damping": ("sparsegpt",),
-}
+OF_METHOD = {"rank_ratio": ("oats",), "exact": ("oats", "sparsegpt", "wanda"), "damping": ("sparsegpt",)}
 """Options that not every method reads, and which do."""
 
 Sparsity = float | Sequence[float] | Callable[[int, str], float | None] | None
@@ -45,7 +32,7 @@ RankRatio = float | Callable[[int, str], float]
 
 @dataclass(frozen=True)
 class PruningOptions:
-    """The options of `prune_model` that decide its result or its folder; they are explained there."""
+    """The options of `prune_model` that decide its result or its folder, in its order; they are explained there."""
 
     method: str
     sparsity: Sparsity = None
@@ -60,11 +47,6 @@ class PruningOptions:
     form: str = "merged"
     batch: int | None = None
 
-    @classmethod
-    def among(cls, arguments: Mapping[str, Any]) -> PruningOptions:
-        """Pick the options from a function's arguments."""
-        return cls(**{option.name: arguments[option.name] for option in fields(cls)})
-
     def checked(self, *, streamed: bool) -> PruningOptions:
         """Check each option and how they go together, with Python's own numbers, for JSON; or `UsageError`."""
         if self.method not in METHODS:
@@ -75,14 +57,10 @@ class PruningOptions:
         if self.form not in FORMS:
             raise UsageError(f"unknown format {self.form}: use one of {', '.join(FORMS)}")
         if streamed and self.out is None:
-            raise UsageError(
-                "the blocks of a streamed model are read from its files and not kept: give out, a folder"
-            )
+            raise UsageError("a streamed model is read from its files and not kept: give out, a folder")
         if self.form == ADAPTER:
             if self.method != "oats":
-                raise UsageError(
-                    f"{self.method} has no low-rank part that an adapter could hold: use oats, or --format merged"
-                )
+                raise UsageError(f"{self.method} has no low-rank part that an adapter could hold: use oats")
             if find_spec("peft") is None:
                 raise UsageError("adapters are PEFT's: pip install peft, or choose another --format")
         if isinstance(self.skip, str):

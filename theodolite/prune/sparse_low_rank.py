@@ -6,10 +6,9 @@ of W D − S with the largest entries S of each row of W D − L, from S = 0; Ŵ
 The published code computes a full SVD each time. Here the first one is randomised (Halko, Martinsson & Tropp 2011,
 algorithm 4.4). W D − S is L of the step before where S is not zero, so its r leading singular values stand far above
 the others from the second step on, and one or two steps of subspace iteration, started from the last step's right
-singular vectors, give what the SVD would. Small matrices keep the full SVD: followed, those of a model
-128 wide took a fifth of the time, with 1.0015 times the error on average, and the model lost 2.42 nats at 70 % where
-it loses 2.24. An adder 256 wide, which is followed, loses 1.19 nats at 70 %, with `exact` 1.11, over nine calibration
-texts (difference 0.08 ± 0.05: not decided). Independent of models and texts.
+singular vectors, give what the SVD would. Small matrices keep the full SVD: followed, those of a model 128 wide took a
+fifth of the time, and the model lost 2.42 nats at 70 % where it loses 2.24. An adder 256 wide, which is followed, loses
+1.19 nats at 70 %, with `exact` 1.11 (difference over nine calibration texts 0.08 ± 0.05: not decided).
 """
 
 from __future__ import annotations
@@ -24,35 +23,22 @@ from jaxtyping import Float
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.prune.methods import (
-    AGREEMENT,
-    Pattern,
-    ThresholdTracker,
-    check_ratio,
-    check_sparsity,
-    checked_inputs,
-    checked_weight,
-    pattern_of,
-    precision_of,
-)
+from theodolite.prune import methods
 from theodolite.prune.options import ITERATIONS, RANK_RATIO
 from theodolite.system.processor import using_threads
 
-_CHECK_EVERY = 16
-"""Each 16th iteration and the last are checked for a direction that the subspace misses."""
+_CHECK_EVERY = 16  # each 16th iteration and the last are checked for a direction that the subspace misses
 
 SMALL = 192
-"""Matrices with fewer rows or columns get a full SVD in each step, on one thread: a second one brings nothing, and
-where another process has its core, LAPACK waits for it at every call."""
+"""Matrices with fewer rows or columns get a full SVD in each step, on one thread: where another process has the core of
+a second one, LAPACK waits for it at every call."""
 
 _START_STEPS, _MORE = 3, 8
 """Steps from a random start, and directions beyond the rank, of the first decomposition of a large matrix."""
 
-_TOLERANCE = 0.03
-"""Subspace iteration stops when a step turns the subspace by less: root mean square sine of the angles."""
-
-_MOST_STEPS = 16
-"""Steps that together cost less than a full SVD; a subspace that still turns then has stalled."""
+_TOLERANCE, _MOST_STEPS = 0.03, 16
+"""Subspace iteration stops when a step turns the subspace by less (root mean square sine of the angles), or has stalled
+after so many, which together cost less than a full SVD."""
 
 _ROUNDING = 32
 """Directions of fewer times the machine epsilon, of the largest one, are rounding: a matrix of lower rank has them."""
@@ -83,18 +69,17 @@ class SparseLowRank:
 
     def dense(self) -> Float[Tensor, "outputs inputs"]:
         """Sum the parts to one matrix in their dtype, rounded once."""
-        precision = precision_of(self.sparse)
+        precision = methods.precision_of(self.sparse)
         sparse, left, right = (part.to(precision) for part in (self.sparse, self.left, self.right))
         return torch.addmm(sparse, left, right).to(self.sparse.dtype)
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """The budget of a matrix: the rank, the entries per row, and their pattern."""
 
     rank: int
     entries: int
-    pattern: Pattern | None
+    pattern: methods.Pattern | None
 
 
 @torch.no_grad()
@@ -118,8 +103,7 @@ def oats(
     many, and they are the share 1 − κ of the kept parameters: ρ = 1 − (N/M)/(1 − κ), the default for sparsity None.
     With a larger ρ, rows have the zeros of the formula above and the pattern holds too; a smaller one is refused.
 
-    An input that is always 0 is treated as the limit of a small one: no entries in the sparse part, its column of
-    the low-rank part the projection of W's column. If all are 0, all are weighted equally.
+    An input that is always 0 is treated as the limit of a small one. If all are 0, all are weighted equally.
 
     Args:
         weight: (outputs, inputs); computed in float32, or in float64 if it is that.
@@ -129,18 +113,18 @@ def oats(
             truncated SVD.
         iterations: alternations.
         pattern: N:M of the sparse part.
-        seed: of the random start, and of the random probes for directions that the tracked subspace misses.
+        seed: of the random start, and of the probes that check whether the tracked subspace is still the leading one.
         exact: a full SVD in every iteration, as published; then the seed plays no part.
 
     Raises:
         UsageError: numbers that are not finite, shapes that do not fit, or settings out of range.
     """
-    weight = checked_weight(weight)
-    moments = checked_inputs("second_moment", second_moment, weight)
+    weight = methods.checked_weight(weight)
+    moments = methods.checked_inputs("second_moment", second_moment, weight)
     budget = rank_and_entries(weight.shape, sparsity, rank_ratio, pattern)
     if iterations < 1:
         raise UsageError(f"iterations is {iterations}: give 1 or more")
-    original = weight.to(precision_of(weight))
+    original = weight.to(methods.precision_of(weight))
     scale = (moments / moments.max()).sqrt().to(original.dtype)
     scaled = original * scale
     generator = torch.Generator(weight.device).manual_seed(seed)
@@ -149,7 +133,7 @@ def oats(
         iterations = 1
     target, residual = scaled.clone(), torch.empty_like(scaled)
     scores, mask = torch.empty_like(scaled), torch.zeros_like(scaled)
-    search, stalls = ThresholdTracker(budget.entries), 0
+    search, stalls = methods.ThresholdTracker(budget.entries), 0
     with using_threads(1 if small else torch.get_num_threads()):
         for iteration in range(iterations):
             if iteration:
@@ -184,23 +168,19 @@ def rank_and_entries(
 ) -> Budget:
     """Compute what `oats` keeps of a matrix (outputs, inputs) by its arguments, checked as there."""
     outputs, inputs = shape
-    pattern = pattern_of(given, inputs)
-    check_ratio(rank_ratio)
-    if pattern is None:
-        density = 1 - check_sparsity(sparsity)
-    else:
-        most = pattern.density / (1 - rank_ratio) if rank_ratio < 1 else math.inf
-        if sparsity is None and most < 1:
-            density = most
-        elif sparsity is not None and 1 - check_sparsity(sparsity) <= most + AGREEMENT:
-            density = 1 - sparsity
-        elif most < 1:
-            raise UsageError(
-                f"pattern {pattern} with rank_ratio {rank_ratio:g} removes at least {1 - most:.4g}, not {sparsity:g}: "
-                f"pass sparsity {1 - most:.4g} or None, or a larger rank_ratio"
-            )
-        else:
-            raise UsageError(f"pattern {pattern} with rank_ratio {rank_ratio:g} fixes no sparsity: pass one")
+    pattern = methods.pattern_of(given, inputs)
+    methods.check_ratio(rank_ratio)
+    most = math.inf
+    if pattern is not None and rank_ratio < 1:
+        most = pattern.density / (1 - rank_ratio)
+    if sparsity is None and pattern is not None and most >= 1:
+        raise UsageError(f"pattern {pattern} with rank_ratio {rank_ratio:g} fixes no sparsity: pass one")
+    density = most if sparsity is None and pattern is not None else 1 - methods.check_sparsity(sparsity)
+    if density > most + methods.AGREEMENT:
+        raise UsageError(
+            f"pattern {pattern} with rank_ratio {rank_ratio:g} removes at least {1 - most:.4g}, not {sparsity:g}: "
+            f"pass sparsity {1 - most:.4g} or None, or a larger rank_ratio"
+        )
     # In the order of the published code, so that floats are rounded down as they are there.
     rank = int(rank_ratio * density * (outputs * inputs) / (outputs + inputs))
     zeros = int(inputs * (1.0 - (1.0 - rank_ratio) * density))
@@ -208,13 +188,9 @@ def rank_and_entries(
 
 
 def _mark_kept(
-    residual: Tensor, budget: Budget, search: ThresholdTracker, scores: Tensor, mask: Tensor
+    residual: Tensor, budget: Budget, search: methods.ThresholdTracker, scores: Tensor, mask: Tensor
 ) -> None:
-    """Set `mask` to 1 at the entries of largest |residual| that the budget and the pattern allow, else 0.
-
-    With a pattern, the best entries of each row among the best of each group are the best that satisfy both.
-    `scores` is overwritten; all are numbers and there already, which takes a fifth of the time of a new mask.
-    """
+    """Set `mask` to 1 at the entries of largest |residual| that the budget allows, else 0; `scores` is overwritten."""
     torch.abs(residual, out=scores)
     if budget.pattern:
         scores.mul_(budget.pattern.largest(scores))
@@ -234,22 +210,15 @@ class Truncated(NamedTuple):
 
 
 def _step(target: Tensor, space: Tensor) -> Truncated:
-    """Do one step of subspace iteration.
-
-    Of all matrices whose columns lie in target · space, L is the nearest one to the target. That includes the best
-    one with rows in `space`, so a step never loses, whatever `space` is.
-    """
+    """Do one step of subspace iteration: of matrices with columns in target · space, L is the nearest to the target."""
     left = torch.linalg.qr(target @ space).Q
     right = left.mT @ target
     return Truncated(left, right, *torch.linalg.qr(right.mT))
 
 
 def truncated_svd(target: Tensor, rank: int) -> Truncated:
-    """Compute the truncated SVD, up to a rotation of its factors, by a step from a basis of its right singular space.
-
-    That is found by a full SVD of the square factor of a QR decomposition: half the work for a tall matrix, and a
-    fourth for a wide one.
-    """
+    """Compute the truncated SVD, up to a rotation of its factors: a step from a basis of its right singular space."""
+    # A full SVD of the square factor of a QR decomposition is half the work for a tall matrix, a fourth for a wide one.
     if not rank:
         space = target.new_empty(target.shape[1], 0)
     elif target.shape[0] >= target.shape[1]:
@@ -275,20 +244,17 @@ def follow(target: Tensor, space: Tensor) -> Truncated | None:
         step = _step(target, space)
         sines = 1 - (space.mT @ step.space).square().sum(dim=0)
         size = step.factor.diagonal().abs()
-        if (
-            sines[size > _ROUNDING * torch.finfo(size.dtype).eps * size.max()].sum()
-            <= len(size) * _TOLERANCE**2
-        ):
+        counts = size > _ROUNDING * torch.finfo(size.dtype).eps * size.max()
+        if sines[counts].sum() <= len(size) * _TOLERANCE**2:
             return step
         space = step.space
     return None
 
 
 def misses(target: Tensor, low_rank: Truncated, generator: torch.Generator) -> bool:
-    """Tell whether a direction outside of the subspace is larger than the least one inside.
+    """Tell, by random probes, whether a direction outside of the subspace is larger than the least one inside.
 
-    Subspace iteration cannot see what is orthogonal to where it started. A few random probes can: the largest
-    singular value that they find in what is left over is a lower bound, so a truncated SVD never fails.
+    Subspace iteration cannot see what is orthogonal to where it started.
     """
     left, right = low_rank.left, low_rank.right
     probes = torch.randn(right.shape[1], _PROBES, generator=generator, dtype=right.dtype, device=right.device)

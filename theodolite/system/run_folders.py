@@ -21,7 +21,7 @@ RUN = "run.json"
 OPTIONS = (
     *("length", "contexts", "seed", "label_by", "encoding", "per_label", "batch", "dtype", "device"),
     *("attention", "local_sinks", "method", "sparsity", "pattern", "rank_ratio", "damping", "exact"),
-    "skip",
+    *("skip", "format"),
 )
 """Entries of a fingerprint, or of what provenance says of a corpus, that a command has an option for."""
 

@@ -1,7 +1,7 @@
 """Alarms of a training run: entropy collapse, rank collapse, vanishing signal.
 
 Each is judged from the values of the last few measurements (looks), never from a single one: the level is their median,
-the trend the Theil-Sen slope. Nothing is measured here, and nobody is warned; an `Alarm` is data with a message.
+the trend the Theil-Sen slope.
 """
 
 from __future__ import annotations
@@ -19,22 +19,17 @@ from theodolite.system.wording import counted
 from theodolite.train.geometry import Geometry, residual_place
 
 Flags = NDArray[np.bool_]
-
 ENTROPY = "entropy collapse"
 RANK = "rank collapse"
 VANISHING = "vanishing signal"
-
 ADVICE = {
     ENTROPY: "lower the learning rate, warm up longer, or penalise W_QK",
     RANK: "lower the learning rate, warm up longer, or scale the residual branches down",
     VANISHING: "lower the learning rate, warm up longer, or penalise W_QK: its logits outgrow the context's length",
 }
 
-LEVEL = 3
-"""Looks whose median is the level: one odd look alarms nobody."""
-
-TREND = 8
-"""Looks, at most, whose Theil-Sen slope is the trend."""
+LEVEL, TREND = 3, 8
+"""Looks whose median is the level: one odd look alarms nobody; looks, at most, whose Theil-Sen slope is the trend."""
 
 PATTERN = 0.5
 """Attention from which a head counts as sharp on purpose: to one distance, to equal tokens, to the first token or
@@ -53,10 +48,8 @@ class Limits:
         entropy_alone: the same whatever the signal, but not of a head that is sharp on purpose (`PATTERN`).
         rank: ‖X − 1x̄ᵀ‖/‖X‖ of a layer; at 0.05 two tokens have a cosine of 0.9975.
         propagation: mean ρ of the last query of a head; 0.1 as for the regime of this name (`theory/regimes.py`).
-        entropy_falling: only below this does a fall of the entropy count; below `weak` one of ρ. A fall of the rank
-            never does: it dips and recovers in the first steps of healthy runs.
-        weak: ρ below which a signal is weak. Logits that spread symmetrically over less than the context's length
-            leave ½ of the keys propagating however sharp the head; healthy heads here had 0.45 or more.
+        entropy_falling: only below this does a fall of the entropy count; below `weak` one of ρ; one of the rank never.
+        weak: ρ below which a signal is weak; healthy heads had 0.45 or more.
         horizon: looks; a fall counts if it reaches the limit within so many.
     """
 
@@ -71,24 +64,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Alarm:
-    """An alarm: a head or a residual layer that collapses.
-
-    Attributes:
-        step: the look at which it was noticed.
-        kind: `ENTROPY`, `RANK` or `VANISHING`.
-        layer, head: where; the head is None for a layer of the residual stream.
-        value: entropy over its maximum, relative residual, or ρ: the median of the last looks.
-        slope: its Theil-Sen slope a step.
-        collapsed: below the limit; else it is falling there, or the spectrum of W_QK says so.
-    """
+    """An alarm: a head or a residual layer that collapses."""
 
     step: int
-    kind: str
+    kind: str  # `ENTROPY`, `RANK` or `VANISHING`
     layer: int
-    head: int | None
-    value: float
-    slope: float
-    collapsed: bool = False
+    head: int | None  # None for a layer of the residual stream
+    value: float  # entropy over its maximum, relative residual, or ρ: the median of the last looks
+    slope: float  # the Theil-Sen slope of the value, a step
+    collapsed: bool = False  # below the limit; else it is falling there, or the spectrum of W_QK says so
 
     @property
     def place(self) -> str:
@@ -122,7 +106,7 @@ def alarm_lines(alarms: list[Alarm]) -> list[str]:
 class Alarms:
     """Raises alarms, look by look: one for each head or layer and kind until it has recovered.
 
-    And a second one, if it alarmed above the limit and then falls below it.
+    A second one comes if it alarmed above the limit and then falls below it.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -159,13 +143,12 @@ class Alarms:
         alarms = []
         for kind, alarming in ((ENTROPY, sharp), (RANK, rank.collapsed), (VANISHING, vanishing)):
             history, table = self._histories[kind], layers if kind == RANK else heads
-            collapsed = alarming & history.collapsed
-            level, slope = history.level, history.slope
+            level, slope, collapsed = history.level, history.slope, alarming & history.collapsed
             for index in np.flatnonzero(history.new(alarming, collapsed)):
                 layer = int(table["layer"].iloc[index])
                 head = None if kind == RANK else int(table["head"].iloc[index])
-                numbers = float(level[index]), float(slope[index])
-                alarms.append(Alarm(geometry.step, kind, layer, head, *numbers, bool(collapsed[index])))
+                numbers = float(level[index]), float(slope[index]), bool(collapsed[index])
+                alarms.append(Alarm(geometry.step, kind, layer, head, *numbers))
         return alarms
 
 

@@ -1,7 +1,6 @@
 """The monitor and LocAteR inside the `transformers` Trainer: numbers go wherever the Trainer's own numbers go.
 
-A callback of `transformers` sees neither the Trainer nor its trackers, so the user introduces them: `attach`. Nothing
-is measured, judged or differentiated here.
+A callback of `transformers` sees neither the Trainer nor its trackers, so the user introduces them: `attach`.
 """
 
 from __future__ import annotations
@@ -15,18 +14,15 @@ from typing import TYPE_CHECKING, Any, Self
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
-from transformers.integrations import MLflowCallback
 from transformers.trainer_callback import CallbackHandler
 
 from theodolite.errors import UsageError
 from theodolite.models.training.shards import is_of_deepspeed
 from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
-from theodolite.train.geometry import monitor_ids
-from theodolite.train.locater import Locater, Strength, checked_options
+from theodolite.train.geometry import Ranks, monitor_corpus
+from theodolite.train.locater import Locater, Strength, check_strength
 from theodolite.train.monitor import GeometryMonitor, check_looks, monitor_batch
-from theodolite.train.penalty import Gradient
-from theodolite.train.ranks import Ranks
 from theodolite.train.record import FOLDER
 
 if TYPE_CHECKING:
@@ -46,9 +42,7 @@ class TrackedCallback(TrainerCallback):
         """Make this a callback of `trainer`, if it is none yet, and log to its trackers; returns this callback.
 
         It becomes the first callback, so that what it adds to the Trainer's own log reaches trackers and terminal.
-
-        Raises:
-            UsageError: `trainer` is no Trainer of transformers.
+        `UsageError` where `trainer` is no Trainer of transformers.
         """
         handler = getattr(trainer, "callback_handler", None)
         if not isinstance(handler, CallbackHandler):
@@ -56,9 +50,7 @@ class TrackedCallback(TrainerCallback):
                 f"{type(self).__name__} attaches to a Trainer of transformers, not to a {type(trainer).__name__}; "
                 "in a loop of your own use GeometryMonitor or Locater"
             )
-        if self in handler.callbacks:
-            handler.callbacks.remove(self)
-        handler.callbacks.insert(0, self)
+        handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
         self._handler = handler
         return self
 
@@ -73,29 +65,18 @@ class TrackedCallback(TrainerCallback):
                 stacklevel=2,
             )
 
-    def _log(
-        self, args: Any, state: TrainerState, control: Any, step: int, logs: dict[str, float | str]
-    ) -> None:
+    def _log(self, args: Any, state: TrainerState, control: Any, step: int, logs: dict[str, Any]) -> None:
         """Log in `state.log_history`, and in the trackers of the Trainer that this is attached to.
 
-        As `Trainer.log` would, but not on the terminal: they would drown the loss. MLflow's tracker drops texts with a
-        warning, so they become tags of its run.
+        As `Trainer.log` would, but not on the terminal: they would drown the loss.
         """
         state.log_history.append({**logs, "step": step})  # type: ignore[dict-item]
-        due = control.should_log
-        for callback in [] if self._handler is None else self._handler.callbacks:
-            if isinstance(callback, PrinterCallback | ProgressCallback):
-                continue
-            alone: Any = copy.copy(self._handler)
-            alone.callbacks = [callback]
-            of_mlflow = isinstance(callback, MLflowCallback)
-            texts = {name: value for name, value in logs.items() if of_mlflow and isinstance(value, str)}
-            if texts:
-                import mlflow
-
-                if mlflow.active_run():  # asking for one would begin another
-                    mlflow.set_tags(texts)
-            alone.on_log(args, state, control, {k: v for k, v in logs.items() if k not in texts})
+        if self._handler is None:
+            return
+        due, trackers = control.should_log, copy.copy(self._handler)
+        spared = PrinterCallback | ProgressCallback
+        trackers.callbacks = [each for each in trackers.callbacks if not isinstance(each, spared)]
+        trackers.on_log(args, state, control, logs)
         control.should_log = due  # a log of the loss that is due at this step must stay due
 
 
@@ -106,21 +87,16 @@ class GeometryCallback(TrackedCallback):
         GeometryCallback().attach(trainer)
         trainer.train()
 
-    The numbers of `scalars` go to the Trainer's trackers (TensorBoard and so on) and to `state.log_history` as
-    `geometry/entropy_mean` and so on, new alarms as the text `geometry/alarm`; the terminal is spared. Given to the
+    The numbers that `GeometryMonitor` returns go to the Trainer's trackers (TensorBoard and so on) and to
+    `state.log_history` as `geometry/entropy_mean` and so on, new alarms as the text `geometry/alarm`. Given to the
     Trainer as one of its `callbacks` instead of by `attach`, it works as well but the trackers get nothing. Every
-    head's and layer's go to `output_dir/geometry/*.jsonl`, with the loss that the Trainer logs. The model is looked
-    at without its wrappers, rounded as in training. Under `torchrun` every process reads its share of the monitor
-    batch; the statistics are those of the whole batch, the same on all of them, and the first one writes, logs and
-    warns.
+    head's and layer's go to `output_dir/geometry/*.jsonl`, with the loss that the Trainer logs. Under `torchrun` the
+    processes share the monitor batch; the first one writes, logs and warns.
 
     Args:
         ids: the monitor batch, token ids (contexts, positions); None: the first long enough rows of the training data,
             8 × 128 tokens.
-        attention_mask, position_ids: of a padded or packed monitor batch, as `GeometryReader` takes them.
-        every: optimizer steps between looks.
-        spectra_every: looks between those that also read every head's weights.
-        limits: the levels of alarm.
+        every, spectra_every, limits, attention_mask, position_ids: as in `GeometryMonitor`.
 
     Attributes:
         monitor: the `GeometryMonitor` of the training run under way, or of the last one.
@@ -140,9 +116,9 @@ class GeometryCallback(TrackedCallback):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
-        check_looks(every, spectra_every, limits)
+        check_looks(every, spectra_every)
         if ids is not None:
-            monitor_ids(ids)
+            monitor_corpus(ids, attention_mask, position_ids)
         self.monitor: GeometryMonitor | None = None
         self._ids = ids
         self._options: dict[str, Any] = {"every": every, "spectra_every": spectra_every, "limits": limits}
@@ -174,7 +150,8 @@ class GeometryCallback(TrackedCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Measure after a step, if a look is due."""
-        self._look(args, state, control)
+        if self.monitor is not None:
+            self._look(args, state, control)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Close the monitor."""
@@ -188,12 +165,11 @@ class GeometryCallback(TrackedCallback):
             self.monitor(state.global_step, loss)
 
     def _look(self, args: Any, state: TrainerState, control: Any) -> None:
-        if self.monitor is None:
-            return
+        assert self.monitor is not None
         numbers = self.monitor(state.global_step)  # every process, for they look together
         if not numbers or self.monitor.last is None or not state.is_world_process_zero:
             return
-        logs: dict[str, float | str] = {f"{FOLDER}/{name}": value for name, value in numbers.items()}
+        logs: dict[str, Any] = {f"{FOLDER}/{name}": value for name, value in numbers.items()}
         alarms = alarm_lines(self.monitor.new_alarms)
         if alarms:
             logs[f"{FOLDER}/alarm"] = "; ".join(alarms)
@@ -206,11 +182,8 @@ class LocaterCallback(TrackedCallback):
     """Adds LocAteR to the Trainer: `LocaterCallback(scale=1e-3, mean=1e-2).attach(trainer)` before training.
 
     At the beginning of every optimizer step the gradient of the penalty is put where the micro-batches then add
-    theirs. So it counts once a step, whatever the accumulation, the number of processes and how the loss is
-    averaged over tokens; it is clipped together with the loss's gradient, as that of a sum would be, and goes
-    through the loss scaling of float16. The loss that is logged stays that of the task; the penalty, with its
-    strengths, is logged beside it as `locater`: in `state.log_history`, on the terminal and in the trackers (not in
-    these if it is given to the Trainer as one of its `callbacks`, not by `attach`).
+    theirs. So it counts once a step, and is clipped and scaled (float16) together with the loss's gradient. The loss
+    that is logged stays that of the task; the penalty is logged beside it as `locater`.
 
     Arguments as in `Locater`; a function κ gets `state.global_step`. `locater` holds the penalty from the
     beginning of training on.
@@ -219,15 +192,10 @@ class LocaterCallback(TrackedCallback):
         UsageError: as `Locater` does.
     """
 
-    def __init__(
-        self,
-        scale: Strength,
-        mean: Strength,
-        *,
-        layers: Iterable[int] | None = None,
-        gradient: Gradient = "exact",
-    ) -> None:
-        self._options = checked_options(scale, mean, layers, gradient)
+    def __init__(self, scale: Strength, mean: Strength, *, layers: Iterable[int] | None = None) -> None:
+        check_strength("scale", scale)
+        check_strength("mean", mean)
+        self._options: dict[str, Any] = {"scale": scale, "mean": mean, "layers": layers}
         self.locater: Locater | None = None
         self._penalty: Tensor | None = None
         self._of_deepspeed: Any = None
@@ -239,12 +207,12 @@ class LocaterCallback(TrackedCallback):
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Put the penalty's gradient where those of the micro-batches will be added; with DeepSpeed, as it steps."""
-        assert self.locater is not None  # on_train_begin comes first
-        optimizer = kwargs["optimizer"]
-        if not any(map(is_of_deepspeed, self.locater.parameters)):
+        locater, optimizer = self.locater, kwargs["optimizer"]
+        assert locater is not None  # on_train_begin comes first
+        if not any(map(is_of_deepspeed, locater.parameters)):
             scaler = getattr(optimizer, "scaler", None)  # of float16; accelerate keeps it there
             # Not backward(): DDP's hooks would take it for a part of the first micro-batch.
-            self._add(state.global_step, 1.0 if scaler is None else scaler.get_scale())
+            self._penalty = locater.add_gradient(state.global_step, scaler.get_scale() if scaler else 1.0)
         elif self._of_deepspeed is None:
             # It has no gradients but between backward and its step, and accelerate calls both at once. DeepSpeed's
             # optimizers (0.19, deepspeed/runtime/base_optimizer.py) are none of torch.optim, and take no step hooks.
@@ -252,7 +220,7 @@ class LocaterCallback(TrackedCallback):
             step = self._of_deepspeed.step
 
             def add_and_step(*args: Any, **kwargs: Any) -> Any:
-                self._add(state.global_step, float(self._of_deepspeed.loss_scale))
+                self._penalty = locater.add_gradient(state.global_step, float(self._of_deepspeed.loss_scale))
                 return step(*args, **kwargs)
 
             self._of_deepspeed.step = add_and_step
@@ -262,10 +230,6 @@ class LocaterCallback(TrackedCallback):
         if self._of_deepspeed is not None:
             del self._of_deepspeed.step
             self._of_deepspeed = None
-
-    def _add(self, step: int, factor: float) -> None:
-        assert self.locater is not None
-        self._penalty = self.locater.add_gradient(step, factor)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Add the penalty of the last step to what is logged of the training loss, for the callbacks that follow."""

@@ -1,50 +1,46 @@
 """One measurement (a look) of a model in training: its heads and residual stream, by the accumulators of a survey.
 
 `GeometryReader` reads a fixed batch (the monitor batch) in evaluation mode, and leaves the model as it was: modes,
-weights, gradients, hooks, random numbers. What is due or alarming is not decided here.
+weights, gradients, hooks, random numbers.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.means import Means, Sample
 from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.sums import LayerSums, State, include, joined, part_of
-from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
-from theodolite.attention.piecewise import empirical_propagation
-from theodolite.corpus.cutting import contexts_of_rows, whole_ids
-from theodolite.errors import UsageError, WorkError
+from theodolite.attention.inputs import AttentionInputs, softmax
+from theodolite.corpus.corpus import Corpus
+from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.measure.geometry import stream_columns
 from theodolite.measure.heads import head_columns, heads_that_are, with_errors
-from theodolite.measure.localization import MOMENTS, entropy_bound, layer_moments, logit_norm
+from theodolite.measure.localization import MOMENTS, layer_moments, logit_norm
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.open import verified_parts
 from theodolite.models.training.shards import is_spread, parallel_group
 from theodolite.models.training.training_model import autocast_dtype, evaluation_mode, training_source
+from theodolite.passes.corpus_pass import check_fit
 from theodolite.theory.regimes import UNDEFINED, regime
-from theodolite.train.ranks import Ranks
 
-QUERIES = 8
-"""Queries of a context, evenly spaced, whose own propagation is measured; the last query is one of them."""
+Answer = TypeVar("Answer")
 
-LEAST_LENGTH = QUERIES
-"""Tokens that a context must have at least, for its queries to be distinct."""
+QUERIES = LEAST_LENGTH = 8
+"""Queries of a context, evenly spaced, whose distances to keys are looked at; as many tokens it must have at least."""
 
-SPECTRA = (
-    *(name for name in MOMENTS if name not in ("mean", "variance")),
-    *("spectral_norm", "regime", "entropy_bound"),
-)
+SPECTRA = (*(name for name in MOMENTS if name not in ("mean", "variance")), "spectral_norm", "regime")
 """Columns of the heads table that only a look with `spectra` has."""
 
 RESIDUAL = (
@@ -55,23 +51,81 @@ RESIDUAL = (
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """The processes of one training run (`world`): this one's rank. All of them must call every method but `share`.
+
+    Those who must read the same contexts are a team (each has some of the heads): this one's of `teams`, and whether it
+    is the first of it, whose sums are those of all (`leads`).
+    """
+
+    rank: int = 0
+    world: int = 1
+    team: int = 0
+    teams: int = 1
+    leads: bool = True
+
+    @classmethod
+    def current(cls, heads: Any = None) -> Ranks:
+        """Read the default process group, or be alone without one; `heads`: the group over which heads are spread."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return cls()
+        rank, world = distributed.get_rank(), distributed.get_world_size()
+        first = rank if heads is None else min(distributed.get_process_group_ranks(heads))
+        teams = sorted(set(cls(rank, world)._of_all(first)))
+        return cls(rank, world, teams.index(first), len(teams), rank == first)
+
+    @property
+    def first(self) -> bool:
+        """True for the process that writes and speaks."""
+        return self.rank == 0
+
+    def share(self, ids: Int[Tensor, "contexts positions"]) -> Int[Tensor, "own positions"]:
+        """Return the contexts that this process reads; none, where there are fewer contexts than teams of processes."""
+        return ids[self.team :: self.teams]
+
+    def totals(self, values: dict[str, Tensor], maxima: frozenset[str] = frozenset()) -> dict[str, Tensor]:
+        """Sum every tensor over the processes, or take its maximum, in float64 on the CPU."""
+        everyone = self._of_all({name: value.double().cpu() for name, value in values.items()})
+        stacked = {name: torch.stack([each[name] for each in everyone]) for name in values}
+        return {name: of.amax(0) if name in maxima else of.sum(0) for name, of in stacked.items()}
+
+    def from_first(self, compute: Callable[[], Answer]) -> Answer:
+        """Return on all processes the result of `compute` on the first one, or raise what it raises there."""
+        answer: Any = None
+        if self.first:
+            try:
+                answer = compute()
+            except TheodoliteError as error:
+                answer = error
+        answer = self._of_all(answer)[0]
+        if isinstance(answer, TheodoliteError):
+            raise answer
+        return answer
+
+    def raise_any(self, error: TheodoliteError | None) -> None:
+        """Raise on all processes what any of them has to raise: else the others would wait for it for ever."""
+        for failure in filter(None, self._of_all(error)):
+            raise failure
+
+    def _of_all(self, own: Answer) -> list[Answer]:
+        """Return what each process has."""
+        gathered = [own] * self.world
+        if self.world > 1:
+            distributed.all_gather_object(gathered, own)
+        return gathered
+
+
+@dataclass(frozen=True)
 class Geometry:
-    """The tables of one look: a row per head, a row per residual layer.
+    """The tables of one look at a step, and the seconds that it took.
 
     Attributes:
-        step: optimizer steps done.
-        heads: one row a head: layer, head; entropy (nats, mean over queries and contexts) and entropy_share (over
-            its maximum, that of a uniform row); propagation (mean ρ of the last query) and propagation_queries
-            (of `QUERIES` queries t with T := t); at_distance (the most mean attention that any one distance gets);
-            sink_first, sink_later, sink_learned, previous_token, same_token as in a survey; largest_logit, the maximum
-            over contexts, queries and the keys that they see of the logit whose softmax is taken: after scaling,
-            soft-capping and biases on it, without a learned sink's (QK-Clip's S, Kimi K2); log_sum_exp, the mean over
-            contexts and queries of ln Σ exp of these logits, a learned sink's with them (z-loss is its square's mean).
-            With spectra, of W_QK at relative distance 0: `SPECTRA`.
-        layers: one row a residual layer, 0 being the input of the first block: norm, norm_first, rank_collapse,
-            massive_activations, massive_activations_first, outlier_dimensions, as in a survey; norm_growth, the norm
-            over that of the layer before (NaN at layer 0).
-        seconds: wall time that the look took.
+        heads: one row a head: columns of a survey, with spectra `SPECTRA`; and entropy_share (over the maximum, that of
+            a uniform row); at_distance (the most mean attention that any one distance gets); largest_logit (over
+            contexts, queries and the keys that they see, of those whose softmax is taken, without a learned sink's);
+            log_sum_exp (the mean over contexts and queries of ln Σ exp of them, a learned sink's with them).
+        layers: one row a residual layer, 0 being the input of the first block: columns of a survey; and norm_growth,
+            the norm over that of the layer before (NaN at layer 0).
     """
 
     step: int
@@ -81,59 +135,30 @@ class Geometry:
 
 
 class GeometryReader:
-    """Measures a model in training on a fixed batch of tokens.
-
-    Args:
-        model: of any family that a survey reads; may be wrapped by DDP, DataParallel, `torch.compile` or PEFT. Any
-            other module as `open_module` gives it.
-        ids: token ids (contexts, positions).
-        attention_mask, position_ids: of padded or packed ids, as `Corpus.from_ids` takes them: each context is read by
-            itself, those of fewer than `LEAST_LENGTH` tokens are left out.
-        over_ranks: all processes of `torch.distributed` share the contexts, look together, and see the same. A
-            model whose weights are spread over them cannot be looked at otherwise.
-
-    A look rounds products as training does: by autocast where it is called, or by accelerate's mixed precision (the
-    Trainer's, too).
-
-    Raises:
-        UsageError: the model is of no supported family, or the ids do not fit it.
-        WorkError: its attention, computed from its queries, keys and values, is not its own, or is quantised in a way
-            that cannot be read.
-    """
+    """Measures a model in training on a fixed batch of tokens; arguments and errors are those of `GeometryMonitor`."""
 
     def __init__(
         self,
         model: nn.Module | OpenModel,
         ids: Int[Tensor, "contexts positions"],
         over_ranks: bool = False,
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        **rows: Tensor | None,  # attention_mask, position_ids
     ) -> None:
         source = training_source(model)
         if source.reads != "input_ids":
             raise UsageError(f"{source.name} reads {source.reads}: only models of tokens can be monitored")
         together = over_ranks or is_spread(source.root)
         self.ranks = Ranks.current(parallel_group(source.root)) if together else Ranks()
-        batches = self.ranks.from_first(lambda: _by_length(ids, attention_mask, position_ids))
-        smallest, largest = min(int(batch.min()) for batch in batches), max(int(b.max()) for b in batches)
-        if smallest < 0 or largest >= (source.vocabulary or 0):
-            raise UsageError(
-                f"the monitor batch holds ids from {smallest} to {largest}, the model has {source.vocabulary} tokens: "
-                "use the model's own tokenizer, and an attention_mask for padding"
-            )
-        self._longest = batches[0].shape[1]
+        corpus = self.ranks.from_first(lambda: monitor_corpus(ids, **rows))
+        self._longest = corpus.contexts.shape[1]
         with evaluation_mode(source.root):
             parts = verified_parts(source, LEAST_LENGTH, skip_overflow=True)
             self.model = OpenModel.of(source, *parts, id=source.name)
             self.model.check_weights()
-            if not self.model.has_positions(self._longest):
-                raise UsageError(
-                    f"the monitor batch's contexts have {self._longest} tokens, the model has positions for "
-                    f"{self.model.longest}: give shorter ones"
-                )
+            check_fit(self.model, corpus, least_contexts=1)
             self._batches: list[tuple[Tokens, bool]] = []  # and whether it counts here
-            for batch in batches:
+            for rows in corpus.batches(len(corpus.contexts)):
+                batch = corpus.ids(rows)
                 own = self.ranks.share(batch)
                 # Those without a context of their own read another's, for the shapes.
                 tokens = Tokens.of(own if len(own) else batch[:1], self.model.device)
@@ -143,10 +168,10 @@ class GeometryReader:
         """Measure now; with `spectra` also every head's weights, for as much time again. `WorkError` names a layer."""
         started = time.perf_counter()
         sums: State = {}
-        dtype = autocast_dtype(self.model.root)  # outside of what switches autocast off
+        dtype = autocast_dtype(self.model.root)  # as training rounds; outside of what switches that off
         with evaluation_mode(self.model.root):
             for tokens, counts in self._batches:
-                own, error = LookSums(self.model, tokens, spectra, self._longest), None
+                own, error = LookSums(self.model, tokens, self._longest), None
                 try:
                     # Without a cache, which would hold all weights rounded at once.
                     device = self.model.device.type
@@ -166,55 +191,37 @@ class GeometryReader:
             return self.ranks.from_first(lambda: _geometry(self.model, step, totals, of_weights, started))
 
 
-def _by_length(
-    ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
-) -> list[Int[Tensor, "contexts positions"]]:
-    """Return the contexts of a monitor batch, those of one length together, the longest first."""
-    ids = monitor_ids(ids).detach().cpu().long()
-    if attention_mask is None and position_ids is None:
-        return [ids]
-    contexts, _, _ = contexts_of_rows(ids, attention_mask, position_ids, LEAST_LENGTH)
-    if not contexts:
-        raise UsageError(f"no context of the monitor batch has {LEAST_LENGTH} tokens: give longer ones")
-    lengths = sorted({len(context) for context in contexts}, reverse=True)
-    return [torch.stack([context for context in contexts if len(context) == own]) for own in lengths]
-
-
-def monitor_ids(ids: Any) -> Int[Tensor, "contexts positions"]:
-    """Return the token ids of a monitor batch; `UsageError` where they are none, or the contexts too short."""
-    ids = whole_ids(ids)
-    if ids.shape[1] < LEAST_LENGTH:
-        raise UsageError(
-            f"the monitor batch has contexts of {ids.shape[1]} tokens: give {LEAST_LENGTH} or more"
-        )
-    return ids
+def monitor_corpus(
+    ids: Any, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+) -> Corpus:
+    """Take the contexts of a monitor batch that are long enough; `UsageError` where there are none, or no token ids."""
+    corpus = Corpus.from_ids(ids, attention_mask=attention_mask, position_ids=position_ids)
+    if corpus.lengths is not None:
+        corpus = corpus.subset((corpus.lengths >= LEAST_LENGTH).nonzero().flatten())
+    if (length := corpus.contexts.shape[1]) < LEAST_LENGTH:
+        raise UsageError(f"the monitor batch has contexts of {length} tokens: give {LEAST_LENGTH} or more")
+    return corpus
 
 
 def _geometry(
     model: OpenModel, step: int, sums: State, spectra: dict[str, list[Any]] | None, started: float
 ) -> Geometry:
     """Make a look's tables from the `LookSums` of all processes, and from `_spectra` if these were read."""
-    attention, queries, residual = (part_of(sums, name) for name in ("attention", "queries", "residual"))
+    attention, distances, residual = (part_of(sums, name) for name in ("attention", "distances", "residual"))
     columns = with_errors(head_columns(attention))
-    read, contexts = (attention[name].sum(dim=1, keepdim=True) for name in ("readers", "contexts"))
+    read = attention["readers"].sum(dim=1, keepdim=True)
     most = (attention["most_entropy"] / read[:, 0]).repeat_interleave(attention["entropy"].shape[1])
-    by_distance = queries["by_distance"] / queries["with_distance"].clamp_min(1)
+    by_distance = distances["by_distance"] / distances["with_distance"].clamp_min(1)
     own = {
         "largest_logit": attention["largest_logit"],
         "log_sum_exp": attention["log_sum_exp"] / read,
         "entropy_share": torch.tensor(columns["entropy"], dtype=torch.float64) / most,
-        "propagation_queries": queries["propagation_queries"] / contexts,
         "at_distance": by_distance.amax(dim=-1),
     }
     columns |= {name: values.flatten().tolist() for name, values in own.items()}
     heads = heads_that_are(columns, model.heads_of)
     if spectra is not None:
-        heads, bounds = heads.assign(**spectra), []
-        for layer, norms in heads.groupby("layer")["spectral_norm"]:
-            norm = torch.tensor(norms.to_numpy(), dtype=torch.float64)
-            seen = attention["visible_keys"][layer], attention["readers"][layer]
-            bounds += entropy_bound(float(attention["gram_norm"][layer]), norm, *seen).tolist()
-        heads["entropy_bound"] = bounds
+        heads = heads.assign(**spectra)
     of_layers = stream_columns(residual, residual)
     columns = {"layer": of_layers.pop("layer")} | {name: of.value.numpy() for name, of in of_layers.items()}
     layers = pd.DataFrame(columns).drop(columns="cosine_previous")
@@ -223,11 +230,9 @@ def _geometry(
 
 
 def _spectra(model: OpenModel, ranks: Ranks) -> dict[str, list[Any]]:
-    """Read `SPECTRA` of every head, but for the bound; NaN where queries and keys are no affine function of the input.
-
-    To be called by all processes: weights that are spread are read by all, others by the first one alone.
-    """
-    columns: dict[str, list[Any]] = {name: [] for name in SPECTRA[:-1]}
+    """Read `SPECTRA` of every head; NaN where queries and keys are no affine function of the input."""
+    columns: dict[str, list[Any]] = {name: [] for name in SPECTRA}
+    # Weights that are spread are read by all processes together, others by the first one alone.
     for layer in model.attending if ranks.first or is_spread(model.root) else ():
         try:
             weights = model.head_weights(layer)
@@ -248,21 +253,15 @@ def _spectra(model: OpenModel, ranks: Ranks) -> dict[str, list[Any]]:
 class LookSums(Hooks):
     """Feeds one forward pass to the accumulators of a survey, a layer of the residual stream at a time."""
 
-    def __init__(self, model: OpenModel, tokens: Tokens, spectra: bool, longest: int) -> None:
+    def __init__(self, model: OpenModel, tokens: Tokens, longest: int) -> None:
         heads, contexts, distances = model.heads, len(tokens.ids), 2 * longest - 1
         self.length = longest
-        self.attention_statistics = AttentionStatistics(
-            model.layers, heads, self.length, contexts, examples=0
-        )
-        of_queries: dict[str, tuple[int, ...]] = {"propagation_queries": (heads,)}
-        of_queries |= dict.fromkeys(("by_distance", "with_distance"), (heads, distances))
-        self._parts: dict[str, LayerSums] = {
-            "attention": self.attention_statistics,
-            "queries": LayerSums(model.layers, of_queries),
-        }
-        self._layers = model.layers
+        self.attention_statistics = AttentionStatistics(model.layers, heads, longest, contexts, examples=0)
+        shape = (heads, distances)
+        of_distances = LayerSums(model.layers, {"by_distance": shape, "with_distance": shape})
+        self._parts = {"attention": self.attention_statistics, "distances": of_distances}
+        self._residual: dict[int, State] = {}
         self._tokens = tokens
-        self._spectra = spectra
         none = torch.empty(0, dtype=torch.int64)
         self._sample = Sample(torch.full((contexts,), -1), none, none)
 
@@ -276,23 +275,13 @@ class LookSums(Hooks):
         means.update(0, hidden, 0)
         outliers.update(0, hidden, 0)
         sums = {name: tensor[0] for name, tensor in (means.state() | outliers.state()).items()}
-        if "residual" not in self._parts:
-            self._parts["residual"] = LayerSums(
-                self._layers + 1, {name: tuple(sums[name].shape) for name in RESIDUAL}
-            )
-        for name in RESIDUAL:
-            self._parts["residual"].add(name, layer, sums[name])
-
-    def attention_input(self, layer: int, hidden: Tensor) -> None:
-        """Measure what attention reads: only the entropy bound needs its norm."""
-        if self._spectra:
-            self.attention_statistics.update_input(layer, hidden)
+        self._residual[layer] = {name: sums[name] for name in RESIDUAL}
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Measure one layer's attention, and compute its output."""
-        for name, sums in query_sums(inputs, self.length).items():
+        for name, sums in distance_sums(inputs, self.length).items():
             # Another layer may have more heads.
-            self._parts["queries"].at(name, layer, sums.device)[: len(sums)] += sums
+            self._parts["distances"].at(name, layer, sums.device)[: len(sums)] += sums
         return self.attention_statistics.update(layer, inputs, self._tokens, 0)
 
     @property
@@ -303,6 +292,8 @@ class LookSums(Hooks):
     def state(self, counts: bool) -> State:
         """Return the sums, leading with layers; zeros unless it `counts`, but for maxima."""
         parts = {name: part.state() for name, part in self._parts.items()}
+        residual = [of_layer for _, of_layer in sorted(self._residual.items())]
+        parts["residual"] = {name: torch.stack([of[name] for of in residual]) for name in RESIDUAL}
         # Rows of tokens differ from process to process, and no column is made of them.
         attention = {name: t for name, t in parts["attention"].items() if not name.startswith("sink_tokens.")}
         # A learned sink column is one more outcome beside the keys.
@@ -312,23 +303,16 @@ class LookSums(Hooks):
         return {name: t if counts or name in self.maxima else 0 * t for name, t in state.items()}
 
 
-def query_sums(inputs: AttentionInputs, longest: int) -> State:
-    """Measure `QUERIES` evenly spaced queries of each context, for every head, summed over contexts.
+def distance_sums(inputs: AttentionInputs, longest: int) -> State:
+    """Sum over contexts the mean attention of `QUERIES` queries to the key at each distance, for every head.
 
-    propagation_queries (H): mean empirical ρ of each query over the keys that it sees (Bao et al. 2024, definition 1,
-    with T := t for query t); over keys first, then over queries. by_distance (H, D): mean attention over queries to
-    the key at one distance, of the distances that half of the queries have, in contexts of `longest` tokens or fewer;
-    with_distance (H, D): the contexts that have it.
+    by_distance (H, D): of the distances that half of the queries have; with_distance (H, D): the contexts that have it.
     """
     batch, heads, length, _ = inputs.query.shape
     device = inputs.query.device
     rows = torch.arange(1, QUERIES + 1, device=device) * length // QUERIES - 1
     # The rows are a block of their own, so that key j stands in column j but for the keys that none of them sees.
     (block,) = inputs.of_queries(rows).blocks(QUERIES)
-    shares = []
-    for row in block.logits.unbind(dim=2):
-        visible = row[0, 0] > MASKED / 2
-        shares.append(empirical_propagation(row[..., visible]).double().mean(dim=2).sum(dim=0))
     weights = softmax(block.logits.double(), inputs.sink)
     distances = (rows[:, None] - torch.arange(block.first, block.last, device=device)).flatten()
     index = distances + longest - 1
@@ -336,7 +320,6 @@ def query_sums(inputs: AttentionInputs, longest: int) -> State:
     by_distance = weights.new_zeros(heads, len(counts)).index_add_(1, index, weights.sum(dim=0).flatten(1))
     common = counts >= QUERIES // 2
     return {
-        "propagation_queries": torch.stack(shares).mean(dim=0).cpu(),
         "by_distance": (by_distance / counts.clamp_min(1) * common).cpu(),
         "with_distance": (batch * common).double().expand(heads, -1).cpu(),
     }

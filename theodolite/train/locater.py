@@ -1,15 +1,16 @@
-"""LocAteR on a model, for a loop of one's own; `callbacks.py` puts it into the Trainer.
+"""LocAteR, the penalty of Bao et al. 2024 (section 6) that narrows the spectrum of every head's query-key matrix.
 
-The penalty itself is in `penalty.py`, and where a model keeps its factors is found by `models/weights/weight_map.py`.
-Nothing here computes either. No weight is changed: the optimizer does that.
+It works on the factors W_q and W_k, whoever holds them, and forms no d×d matrix. Bao et al. keep tokens in columns and
+write W_QK = W_Qᵀ W_K with factors of shape (d_h, d); ours are (d, d_h) and W_QK = W_q W_kᵀ, the transpose of theirs.
+Both terms are the same for a matrix and its transpose.
 """
 
 from __future__ import annotations
 
+import math
 import numbers
-import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -22,31 +23,120 @@ from theodolite.models.open import on_a_few_tokens
 from theodolite.models.opened import OpenModel
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
-from theodolite.models.training.shards import (
-    GatheredParameters,
-    GradientShard,
-    check_deepspeed_has_gradients,
-    head_group,
-    is_of_deepspeed,
-    is_part,
-    is_spread,
-    joined_heads,
-)
+from theodolite.models.training import shards
+from theodolite.models.training.shards import GatheredParameters, GradientShard
 from theodolite.models.training.training_model import evaluation_mode, training_source
 from theodolite.models.weights.logit_rows import LogitRows
 from theodolite.models.weights.weight_map import Projection, Projections, find_projections
-from theodolite.train.penalty import (
-    Gradient,
-    add_penalty_gradient,
-    check_gradient,
-    check_strength,
-    head_moments,
-    locater_penalty,
-    whole_step,
-)
+from theodolite.system.choices import check_whole
+from theodolite.theory.checks import check_real
 
-Strength = float | Callable[[int], float]
-"""κ: a number, or a function of how many optimizer steps are done."""
+Gradient = Literal["exact", "published"]
+Strength = float | Callable[[int], float]  # κ: a number, or a function of how many optimizer steps are done
+
+
+def locater_penalty(
+    w_q: Float[Tensor, "*layers heads width head_width"],
+    w_k: Float[Tensor, "*layers key_heads width head_width"],
+    scale: float,
+    mean: float,
+    *,
+    gradient: Gradient = "exact",
+) -> Float[Tensor, ""]:
+    """Compute κ₁ tr(W_QKᵀ W_QK) + κ₂ (tr W_QK − 1)², W_QK = W_q W_kᵀ, over all heads: a differentiable scalar.
+
+    Args:
+        w_q: query factors (..., H, d, d_h), logit = x W_q W_kᵀ yᵀ/λ. Biases and the temperature λ have no part.
+        w_k: key factors (..., H, d, d_h), or (..., G, d, d_h) where each of G key heads serves H/G query heads
+            that follow one another; the pair of every query head counts.
+        scale: κ₁, the strength on the scale of the spectrum, in units of the loss.
+        mean: κ₂, the strength on its mean.
+        gradient: "exact", or "published" for the second term's gradient as printed in section 6,
+            κ₂ (tr W_QK − 1) tr(W_QK) W_k in place of 2 κ₂ (tr W_QK − 1) W_k, which is no gradient of this value. For
+            comparison with the paper only; the value is the same.
+
+    Computed with autocast off, in float32, or in float64 where the factors are; the result has that dtype.
+
+    Raises:
+        UsageError: the shapes do not fit, the factors are no real tensors, a strength is negative or no number, or
+            `gradient` is neither of the two.
+    """
+    if gradient not in ("exact", "published"):
+        raise UsageError(f"gradient is '{gradient}'; choose exact or published.")
+    check_strength("scale", scale)
+    check_strength("mean", mean)
+    traces, squares = head_moments(w_q, w_k)
+    away = (traces - 1).square()
+    if gradient == "published":
+        # The derivative of t³/3 − t²/2 is the printed (t − 1) t; the difference is exactly zero in value.
+        printed = traces.pow(3) / 3 - traces.square() / 2
+        away = away.detach() + (printed - printed.detach())
+    return scale * squares.sum() + mean * away.sum()
+
+
+def check_strength(name: str, strength: Strength) -> None:
+    """Raise `UsageError` unless it is one finite number of 0 or more, or a function."""
+    is_number = isinstance(strength, numbers.Real) and math.isfinite(strength) and strength >= 0
+    if not is_number and not callable(strength):
+        raise UsageError(f"{name} is {strength!r}: give a number of 0 or more")
+
+
+def head_moments(
+    w_q: Float[Tensor, "*layers heads width head_width"],
+    w_k: Float[Tensor, "*layers key_heads width head_width"],
+) -> tuple[Float[Tensor, "*layers heads"], Float[Tensor, "*layers heads"]]:
+    """Compute tr W_QK and ‖W_QK‖_F² = ⟨W_qᵀ W_q, W_kᵀ W_k⟩ of every query head, as in `locater_penalty`."""
+    check_real("w_q", w_q)
+    check_real("w_k", w_k)
+    fits = w_q.ndim == w_k.ndim >= 3 and w_q.shape[:-3] == w_k.shape[:-3] and w_q.shape[-2:] == w_k.shape[-2:]
+    if not fits or w_k.shape[-3] == 0 or w_q.shape[-3] % w_k.shape[-3]:
+        raise UsageError(
+            f"w_q has shape {tuple(w_q.shape)} and w_k {tuple(w_k.shape)}: give (heads, d, d_h) for both, with the "
+            "same leading layers if any, and as many query heads as key heads or a multiple"
+        )
+    heads, key_heads = w_q.shape[-3], w_k.shape[-3]
+    with torch.autocast(w_q.device.type, enabled=False):
+        dtype = torch.promote_types(torch.promote_types(w_q.dtype, w_k.dtype), torch.float32)
+        # A key head is multiplied out once, and meets its query heads by broadcasting.
+        w_q = w_q.to(dtype).unflatten(-3, (key_heads, heads // key_heads))
+        w_k = w_k.to(dtype).unsqueeze(-3)
+        traces = (w_q * w_k).sum((-2, -1))
+        squares, _, _ = _FrobeniusSquared.apply(w_q, w_k)
+    return traces.flatten(-2), squares.flatten(-2)
+
+
+def _add_product(into: Tensor, w: Tensor, gram: Tensor) -> None:
+    """Add w @ gram in the layout of the matrix that `into` is a view of; a Gram matrix is its own transpose."""
+    if into.stride(-2) == 1:
+        into.mT.baddbmm_(gram, w.mT)
+    else:
+        into.baddbmm_(w, gram)
+
+
+class _FrobeniusSquared(torch.autograd.Function):
+    """‖W_q W_kᵀ‖_F² of w_q (..., G, n, d, d_h) and w_k (..., G, 1, d, d_h), and the two Gram matrices.
+
+    Its gradients 2 W_q (W_kᵀ W_k) and 2 W_k (W_qᵀ W_q) take one product each, those of the Gram matrices two.
+    """
+
+    @staticmethod
+    def forward(w_q: Tensor, w_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gram_q, gram_k = w_q.mT @ w_q, w_k.mT @ w_k
+        return (gram_q * gram_k).sum((-2, -1)), gram_q, gram_k
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, gram_q, gram_k = output
+        ctx.mark_non_differentiable(gram_q, gram_k)
+        ctx.save_for_backward(*inputs, gram_q, gram_k)
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        w_q, w_k, gram_q, gram_k = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is wanted: the Gram matrices depend on the weights
+            gram_q, gram_k = w_q.mT @ w_q, w_k.mT @ w_k
+        slope = 2 * slope[..., None, None]
+        return w_q @ (slope * gram_k), w_k @ (slope * gram_q).sum(dim=-3, keepdim=True)
 
 
 class Locater:
@@ -58,18 +148,17 @@ class Locater:
     Args:
         model: a `transformers` model of any family that a survey reads, as it is or inside DDP, DataParallel or
             `torch.compile`; any other module as `open_module` gives it. Its weights may be trained, loaded and moved to
-            another device afterwards; where modules are replaced (by adapters or quantised ones), a call says so.
+            another device afterwards; where modules are replaced, a call says so.
         scale: κ₁, on ‖W_QK‖_F². The paper's 100 is the strength for one head of a width of 128.
         mean: κ₂, on (tr W_QK − 1)².
         layers: which attention layers, counted from 0; None: all.
-        gradient: "exact" or "published", as in `locater_penalty`.
 
     W_QK is that of relative distance 0 in families with rotary positions, of the weights without biases.
 
     Raises:
-        UsageError: no model of `transformers`, or sharded over ranks; no such layer; a layer whose logits are not
-            a form W_q W_kᵀ of its weights (normalised queries and keys, adapters, quantised weights); all of
-            these weights are frozen; κ is negative or no number; `layers` are no whole numbers.
+        UsageError: no model of `transformers`; no such layer; a layer whose logits are not a form W_q W_kᵀ of its
+            weights (normalised queries and keys, adapters, quantised weights); all of these weights are frozen; κ is
+            negative or no number.
     """
 
     def __init__(
@@ -79,19 +168,18 @@ class Locater:
         mean: Strength,
         *,
         layers: Iterable[int] | None = None,
-        gradient: Gradient = "exact",
     ) -> None:
-        options = checked_options(scale, mean, layers, gradient)
-        self._strengths = {"scale": scale, "mean": mean}
-        self._gradient: Gradient = gradient
+        check_strength("scale", scale)
+        check_strength("mean", mean)
+        self._scale, self._mean = scale, mean
         source = training_source(model)
         self._model = inner = source.root
         with evaluation_mode(inner), on_a_few_tokens(source):
             structure = find_structure(source)
             calls = capture_calls(inner, structure, source.small_pass(1))
-            self.layers = _selected(options["layers"], structure)
+            self.layers = _selected(layers, structure)
             self._projections = find_projections(inner, structure, calls, self.layers)
-        self._together = is_spread(inner)
+        self._together = shards.is_spread(inner)
         self._weights = [GatheredParameters(layer.places) for layer in self._projections]
         self._held = named(inner, [p for layer in self._projections for p in (layer.query, layer.key)])
         self._check_trained()
@@ -105,17 +193,16 @@ class Locater:
     def __call__(self, step: int | None = None) -> Float[Tensor, ""]:
         """Compute the penalty now, in float32 or better, summed over heads and layers; differentiable.
 
-        Args:
-            step: how many optimizer steps are done; needed where a strength is a function of it.
+        `step`: how many optimizer steps are done; needed where a strength is a function of it.
 
         Raises:
             UsageError: a strength is a function and no step was given, or it gives a negative or no number; a module
-                that holds the weights was replaced after this was made, or all the weights have been frozen; the
-                gradients are DeepSpeed's to make, which leaves `add_gradient`.
+                that holds the weights was replaced, or all the weights have been frozen; the gradients are DeepSpeed's
+                to make, which leaves `add_gradient`.
         """
         strengths = self._strengths_at(step)
         if not self._together and all(p.dtype in (torch.float32, torch.float64) for p in self.parameters):
-            return _sum([self._penalty(layer, strengths) for layer in self._projections])
+            return _sum([locater_penalty(*layer.factors(), *strengths) for layer in self._projections])
         # A layer at a time: a graph would hold every layer in float32.
         if self._together and not all(weights.are_dtensors for weights in self._weights):
             raise UsageError(
@@ -129,70 +216,80 @@ class Locater:
         """Add the penalty's gradient to that of the loss, between `loss.backward()` and the optimizer's step.
 
         The same as `(loss + locater()).backward()`, whatever shards the model: each rank adds its own part, and weights
-        are gathered a layer at a time.
-
-        Args:
-            step: as in a call.
-            factor: on the gradient: the scale of a loss that is scaled for float16, unless it has been taken off again.
-
-        Returns: the penalty.
+        are gathered a layer at a time. `factor` is on the gradient: the scale of a loss that is scaled for float16,
+        unless it has been taken off again. Returns the penalty.
 
         Raises:
-            UsageError: as a call does, or the factor is negative or no number, or DeepSpeed has no gradients now.
+            UsageError: as a call does, or DeepSpeed has no gradients now.
         """
         strengths = self._strengths_at(step)
-        check_strength("factor", factor)
         with torch.no_grad():
             if not self._together and all(map(_is_direct, self._projections)):
                 return _sum([self._added(layer, strengths, factor) for layer in self._projections])
-            check_deepspeed_has_gradients(self._model)
+            shards.check_deepspeed_has_gradients(self._model)
             value, gradients = self._gathered(strengths)
             for shard in gradients:
                 shard.add(factor)
         return value
 
     def _added(self, layer: Projections, strengths: tuple[float, float], factor: float) -> Tensor:
-        """Add the gradient of one layer's penalty; returns the penalty."""
-        into: list[Tensor | None] = [None, None]
-        for place, projection in enumerate((layer.query, layer.key)):
+        """Add the gradient of one layer's penalty; returns the penalty.
+
+        2κ₁ W_q (W_kᵀ W_k) + 2κ₂ (t − 1) W_k, t = tr W_QK, and the same for W_k, in half of the time of a graph.
+        """
+        (scale, mean), pair = strengths, (layer.query, layer.key)
+        into: list[Tensor | None] = []
+        for projection in pair:
             weight = projection.weight
-            if weight.requires_grad:
-                if weight.grad is None:
-                    weight.grad = torch.zeros_like(weight)
-                into[place] = projection.view_of(weight.grad)
-        w_q, w_k = (p.view_of(p.weight) for p in (layer.query, layer.key))
-        return add_penalty_gradient(w_q, w_k, into[0], into[1], *strengths, self._gradient, factor)
+            if weight.requires_grad and weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            gradient = weight.grad if weight.requires_grad else None
+            into.append(None if gradient is None else projection.view_of(gradient))
+        into_q, into_k = into
+        w_q, w_k = (p.view_of(p.weight) for p in pair)
+        with torch.autocast(w_q.device.type, enabled=False):
+            groups = w_k.shape[0]
+            grouped_q, shared_k = w_q.unflatten(0, (groups, -1)), w_k.unsqueeze(1)
+            gram_q, gram_k = grouped_q.mT @ grouped_q, w_k.mT @ w_k
+            away = (grouped_q * shared_k).sum((-2, -1)) - 1
+            value = scale * (gram_q * gram_k.unsqueeze(1)).sum() + mean * away.square().sum()
+            slope, strength = (2 * factor * mean * away)[..., None, None], 2 * factor * scale
+            if into_q is not None:
+                _add_product(into_q, w_q, (strength * gram_k).repeat_interleave(len(w_q) // groups, dim=0))
+                into_q.unflatten(0, (groups, -1)).addcmul_(shared_k, slope)
+            if into_k is not None:
+                _add_product(into_k, w_k, strength * gram_q.sum(dim=1))
+                for query, by_head in zip(grouped_q.unbind(1), slope.unbind(1), strict=True):
+                    into_k.addcmul_(query, by_head)
+            return value
 
     def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[GradientShard]]:
         """Compute the penalty and this rank's shards of its gradients, gathering the weights of one layer at a time."""
         values, gradients = [], []
         for layer, weights in zip(self._projections, self._weights, strict=True):
             with weights.gathering(), torch.enable_grad():
-                value = self._penalty(layer, strengths)
+                value = locater_penalty(*layer.factors(), *strengths)
                 gradients += weights.gradients(value)
-            values.append(joined_heads(value.detach().reshape(1), head_group(layer.query.module)).sum())
+            values.append(
+                shards.joined_heads(value.detach().reshape(1), shards.head_group(layer.query.module)).sum()
+            )
         return _sum(values), gradients
-
-    def _penalty(self, layer: Projections, strengths: tuple[float, float]) -> Tensor:
-        return locater_penalty(*layer.factors(), *strengths, gradient=self._gradient)
 
     def table(self) -> pd.DataFrame:
         """Return the table of every penalised head now: layer, head, trace (of W_QK), frobenius_squared."""
         self._check_held()
-        rows: list[dict[str, float]] = []
+        tables = []
         for layer, weights in zip(self._projections, self._weights, strict=True):
             with weights.gathering(), torch.no_grad():
                 moments = torch.stack(head_moments(*layer.factors()))
-            traces, squares = joined_heads(moments, head_group(layer.query.module)).tolist()
-            rows += [
-                {"layer": layer.layer, "head": head, "trace": trace, "frobenius_squared": square}
-                for head, (trace, square) in enumerate(zip(traces, squares, strict=True))
-            ]
-        return pd.DataFrame(rows)
+            traces, squares = shards.joined_heads(moments, shards.head_group(layer.query.module)).tolist()
+            heads = {"layer": layer.layer, "head": range(len(traces))}
+            tables.append(pd.DataFrame({**heads, "trace": traces, "frobenius_squared": squares}))
+        return pd.concat(tables, ignore_index=True)
 
     def _check_held(self) -> None:
         check_held(self._model, self._held, "weight", "Locater")
-        if not self._together and any(map(is_part, self.parameters)):
+        if not self._together and any(map(shards.is_part, self.parameters)):
             raise UsageError(
                 "weights have been spread over ranks since this Locater was made: make it of the model that is sharded"
             )
@@ -208,17 +305,16 @@ class Locater:
         """Check that the penalty can be computed now; returns κ₁ and κ₂ at this step."""
         self._check_held()
         self._check_trained()
-        now: dict[str, float] = {}
-        for name, strength in self._strengths.items():
-            if callable(strength):
-                if step is None:
-                    raise UsageError(
-                        f"{name} is a function of the step: call the penalty with the steps done so far"
-                    )
-                strength = strength(whole_step(step))
-                check_strength(name, strength)
-            now[name] = strength
-        return now["scale"], now["mean"]
+
+        def now(name: str, strength: Strength) -> float:
+            if not callable(strength):
+                return strength
+            if step is None:
+                raise UsageError(f"{name} is a function of the step: call the penalty with the steps done")
+            check_strength(name, value := strength(step))
+            return value
+
+        return now("scale", self._scale), now("mean", self._mean)
 
 
 def _sum(penalties: list[Tensor]) -> Tensor:
@@ -240,13 +336,9 @@ class _Attached(torch.autograd.Function):
 
 
 def warm_up(strength: float, steps: int) -> Callable[[int], float]:
-    """Return κ as a function of the step: from 0 linearly to `strength` at step `steps`, and constant from there.
-
-    Raises:
-        UsageError: the strength is negative or no number, or there are no steps.
-    """
+    """Return κ as a function of the step: from 0 linearly to `strength` at step `steps`, and constant from there."""
     check_strength("strength", strength)
-    if isinstance(steps, bool) or not isinstance(steps, numbers.Real) or not steps >= 1:
+    if not steps >= 1:
         raise UsageError(f"steps is {steps!r}: a warm-up needs a number of steps, one or more")
     return lambda step: strength * min(step / steps, 1.0)
 
@@ -258,16 +350,10 @@ def named(model: nn.Module, places: Iterable[Projection | LogitRows]) -> dict[st
 
 
 def check_held(model: nn.Module, held: dict[str, Any], what: str, kind: str) -> None:
-    """Raise `UsageError` unless a model still has the weights of these names at the places where they were found.
-
-    By name, since a replacement may keep the old module inside, as an adapter does.
-    """
+    """Raise `UsageError` unless a model still has the weights of these names at the places where they were found."""
+    # By name, since a replacement may keep the old module inside, as an adapter does.
     for name, place in held.items():
-        try:
-            there = model.get_submodule(name.rpartition(".")[0]) is place.module and place.is_there
-        except AttributeError:  # there is nothing of that name any more
-            there = False
-        if not there:
+        if model.get_submodule(name.rpartition(".")[0]) is not place.module or not place.is_there:
             raise UsageError(
                 f"{name} is no longer the {what} that this {kind} was made for (an adapter, or quantised?): make "
                 f"a new {kind} after the model is changed"
@@ -280,38 +366,22 @@ def _is_direct(layer: Projections) -> bool:
         projection.is_view
         and projection.weight.dtype in (torch.float32, torch.float64)
         and projection.weight.dtype == layer.query.weight.dtype
-        and not is_of_deepspeed(projection.weight)
+        and not shards.is_of_deepspeed(projection.weight)
         for projection in (layer.query, layer.key)
     )
 
 
-def checked_options(
-    scale: Strength, mean: Strength, layers: Iterable[int] | None, gradient: Gradient
-) -> dict[str, Any]:
-    """Check the options of a `Locater`, whatever the model; returns them, the layers as a list."""
-    check_gradient(gradient)
-    for name, strength in (("scale", scale), ("mean", mean)):
-        if not callable(strength):
-            check_strength(name, strength)
-    try:
-        listed = None if layers is None else list(layers)
-        listed = listed and [operator.index(layer) for layer in listed]
-    except TypeError as error:
-        raise UsageError(f"layers is {layers!r}: give a list of whole numbers, as [0, 1]") from error
-    return {"scale": scale, "mean": mean, "layers": listed, "gradient": gradient}
-
-
-def _selected(layers: list[int] | None, structure: Structure) -> list[int]:
+def _selected(layers: Iterable[int] | None, structure: Structure) -> list[int]:
     """Return the layers asked for, or all that attend; of those that share their matrices (ALBERT), the first."""
     count = len(structure.attention)
     first = {structure.attention_at(layer): layer for layer in reversed(structure.attending)}
-    selected = sorted(first.values()) if layers is None else layers
-    wrong = [layer for layer in selected if not 0 <= layer < count]
-    if wrong:
-        raise UsageError(f"layer {wrong[0]} does not exist: this model has layers 0 to {count - 1}")
+    selected = sorted(first.values()) if layers is None else list(layers)
+    check_whole(**{f"layers[{place}]": layer for place, layer in enumerate(selected)})
     if not selected or len(set(selected)) < len(selected):
         raise UsageError(f"layers is {selected}: name one layer or more, each once")
-    without = [layer for layer in selected if structure.attention[layer] is None]
-    if without:
-        raise UsageError(f"layer {without[0]} does not attend: leave it out of layers")
+    for layer in selected:
+        if not 0 <= layer < count:
+            raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {count - 1}")
+        if structure.attention[layer] is None:
+            raise UsageError(f"layer {layer} does not attend: leave it out of layers")
     return selected

@@ -1,7 +1,6 @@
 """The monitor: measures a model every so many steps of its training, records the numbers, and warns.
 
-For a loop of one's own; `callbacks.py` puts it into the `transformers` Trainer. It changes neither the model nor the
-random numbers, so that a training run is the same with and without it.
+It changes neither the model nor the random numbers, so that a training run is the same with and without it.
 """
 
 from __future__ import annotations
@@ -20,23 +19,16 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from theodolite.errors import UsageError, WorkError
+from theodolite.system.choices import check_whole
 from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
-from theodolite.train.geometry import (
-    LEAST_LENGTH,
-    Geometry,
-    GeometryReader,
-)
-from theodolite.train.penalty import whole_step
+from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader
 from theodolite.train.record import Record
 
 CONTEXTS, LENGTH = 8, 128
 """Size of a monitor batch that is taken from a data set: 1,024 tokens, a small part of a usual step."""
 
-SEARCHED = 512
-"""Rows of a data set in which long enough ones are looked for."""
-
-PAGE_SHARE = 0.01
-"""Of the time, at most, goes into writing the page; in between it is as it was."""
+SEARCHED = 512  # rows of a data set in which long enough ones are looked for
+PAGE_SHARE = 0.01  # of the time, at most, goes into writing the page; in between it is as it was
 
 
 class GeometryWarning(UserWarning):
@@ -56,9 +48,11 @@ class GeometryMonitor:
             ...
 
     Args:
-        model: as `GeometryReader` takes it; it stays the object that is trained.
-        ids: the monitor batch, token ids (contexts, positions); 8 × 128 do (see `monitor_batch`).
-        attention_mask, position_ids: of a padded or packed monitor batch, as `GeometryReader` takes them.
+        model: of any family that a survey reads; may be wrapped by DDP, DataParallel, `torch.compile` or PEFT. Any
+            other module as `open_module` gives it.
+        ids: the monitor batch, token ids (contexts, positions); 8 × 128 do.
+        attention_mask, position_ids: of padded or packed ids, as `Corpus.from_ids` takes them: each context is read by
+            itself, those of fewer than 8 tokens are left out.
         every: steps between looks; a loop that calls at some steps only has a look as soon as so many have passed.
         spectra_every: looks between those that also read every head's weights, the first included.
         folder: where `heads.jsonl`, `layers.jsonl`, `alarms.jsonl` and `losses.jsonl` go, one row a line, and the
@@ -66,16 +60,15 @@ class GeometryMonitor:
         limits: the levels of alarm.
         over_ranks: share the contexts among the processes of `torch.distributed`, and look together. Every process
             must make the monitor and call it at every step; the batch is that of the first one, which alone writes
-            and warns. Looks and alarms are the same on all of them.
+            and warns.
 
     Attributes:
         last: the last look, or None.
         alarms: all alarms so far; `new_alarms` those of the last look.
 
     Raises:
-        UsageError: the model or the ids do not fit, a number is not whole or not positive, `limits` no `Limits`, or
-            `folder` no path.
-        WorkError: the model's attention cannot be read.
+        UsageError: the model or the ids do not fit, or a number is not whole or not positive.
+        WorkError: the model's attention, computed from its queries, keys and values, is not its own.
     """
 
     def __init__(
@@ -91,75 +84,63 @@ class GeometryMonitor:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
-        check_looks(every, spectra_every, limits)
-        try:
-            folder = None if folder is None else Path(folder)
-        except TypeError:
-            raise UsageError(f"folder is {folder!r:.60}: give a path, or None") from None
-        self.every = every
-        self.spectra_every = spectra_every
+        check_looks(every, spectra_every)
+        self.every, self.spectra_every = every, spectra_every
         self.last: Geometry | None = None
         self.alarms: list[Alarm] = []
         self.new_alarms: list[Alarm] = []
-        rows = {"attention_mask": attention_mask, "position_ids": position_ids}
-        self._reader = GeometryReader(model, ids, over_ranks, **rows)
+        self._reader = GeometryReader(
+            model, ids, over_ranks, attention_mask=attention_mask, position_ids=position_ids
+        )
         self._ranks = self._reader.ranks
         self._judge = Alarms(limits)
-        opened = self._reader.model
-        self._record = Record(folder if self._ranks.first else None, opened.layers, opened.places)
-        weakref.finalize(self, _finish, self._record)
-        self._next_page = 0.0
+        self._record: Record | None = None
+        if folder is not None and self._ranks.first:
+            opened = self._reader.model
+            self._record = Record(Path(folder), opened.layers, opened.places)
+            weakref.finalize(self, _finish, self._record)
         self._step: int | None = None
-        self._next_look = 0
+        self._next_look, self._next_page = 0, 0.0
         self._number: int | None = None  # of looks since the last with spectra
         self._broken = False
-        self._started = time.perf_counter()
-        self._seconds = 0.0
+        self._started, self._seconds = time.perf_counter(), 0.0
 
     def __call__(self, step: int, loss: float | Tensor | None = None) -> dict[str, float]:
         """Measure the model if a look is due after `step` optimizer steps; returns the numbers to plot, else {}.
 
-        Args:
-            step: optimizer steps done.
-            loss: of this step, for the record, whether or not a look is due. A tensor is waited for on its device:
-                on a GPU give it only at the steps at which it is logged anyway.
+        `loss`: of this step, for the record, whether or not a look is due. A tensor is waited for on its device: on a
+        GPU give it only at the steps at which it is logged anyway.
 
-        Warns:
-            GeometryWarning: a head or a layer collapses, or hidden states are no numbers any more.
-            RecordWarning: an earlier record was moved aside, or the record cannot be written any more.
+        Warns (`GeometryWarning`) where a head or a layer collapses, or hidden states are no numbers any more, and
+        (`RecordWarning`) where an earlier record was moved aside, or the record cannot be written any more.
 
         Raises:
-            UsageError: the step is no whole number of 0 or more, or before that of the last call, or the loss is not
-                one number.
+            UsageError: the step is no whole number, or before that of the last call.
             WorkError: the record cannot be begun.
         """
-        step = whole_step(step)
-        try:
-            value = None if loss is None else float(loss.detach() if isinstance(loss, Tensor) else loss)
-        except (TypeError, ValueError, RuntimeError):
-            raise UsageError(f"loss is {loss!r:.60}: give one number, or a tensor of one") from None
+        check_whole(step=step)
+        step = int(step)  # a number of NumPy's goes into no JSON
         if self._step is None:
             self._begin(step)
         elif step < self._step:
             raise UsageError(f"step went from {self._step} to {step}: count steps over all epochs")
         self._step = step
-        if value is not None:
-            self._write(step, lambda: self._record.write_loss(step, value))
+        if loss is not None:
+            value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+            self._write(lambda record: record.write_loss(step, value))
         if self._broken or step < self._next_look:
             return {}
         try:
             geometry = self._reader.look(step, self._with_spectra(step))
         except WorkError as error:
             self._broken = True
-            self._warn(
-                f"step {step}: {error}; the weights are lost: go back to a checkpoint, lower the learning rate"
-            )
+            self._warn(f"step {step}: {error}; go back to a checkpoint, lower the learning rate")
             return {}
         self.new_alarms = self._judge.update(geometry)
         self.last = geometry
         self.alarms += self.new_alarms
-        self._write(step, lambda: self._record.write(geometry, self.new_alarms))
-        self._write(step, self._write_page)
+        self._write(lambda record: record.write(geometry, self.new_alarms))
+        self._write(self._write_page)
         for line in alarm_lines(self.new_alarms):
             self._warn(line)
         self._seconds += geometry.seconds
@@ -168,7 +149,8 @@ class GeometryMonitor:
 
     def close(self) -> None:
         """End monitoring: write the page. `GeometryCallback` does this itself."""
-        _finish(self._record)
+        if self._record is not None:
+            _finish(self._record)
 
     def _with_spectra(self, step: int) -> bool:
         """Count the look at this step; returns whether it reads the weights."""
@@ -176,30 +158,33 @@ class GeometryMonitor:
         self._number = step // self.every if self._number is None else self._number + 1
         return self._number % self.spectra_every == 0
 
-    def _write(self, step: int, write: Callable[[], None]) -> None:
-        """Add to the record; what cannot be written is not tried again."""
+    def _write(self, write: Callable[[Record], None]) -> None:
+        """Add to the record, if there is one; what cannot be written is not tried again."""
+        if self._record is None:
+            return
         try:
-            write()
+            write(self._record)
         except WorkError as error:
-            self._record.folder = None
-            message = f"step {step}: {error}; the looks go on without a record"
+            self._record.finished, self._record = True, None
+            message = f"step {self._step}: {error}; the looks go on without a record"
             self._warn(message, RecordWarning, stacklevel=4)
 
-    def _write_page(self) -> None:
+    def _write_page(self, record: Record) -> None:
         """Write the page, unless it was written so recently that this would take more than its share of the time."""
         started = time.perf_counter()
-        if self._record.folder is not None and started >= self._next_page:
+        if started >= self._next_page:
             # Only a process that writes it loads what draws it.
             from theodolite.train.watch_page import write_page
 
-            write_page(self._record, finished=False)
+            write_page(record, finished=False)
             now = time.perf_counter()
             self._next_page = now + (now - started) / PAGE_SHARE
 
     def _begin(self, step: int) -> None:
         """Begin at a step; later than 0, resume from what the folder holds of the steps before."""
         self._started = time.perf_counter()
-        looks, message = self._ranks.from_first(lambda: self._record.begin(step))
+        record = self._record
+        looks, message = self._ranks.from_first(lambda: record.begin(step) if record else ([], ""))
         # The first look of a run that begins between two multiples of `every` is at the second.
         self._next_look = -(-step // self.every) * self.every
         for geometry in looks:
@@ -207,7 +192,8 @@ class GeometryMonitor:
             if "regime" in geometry.heads:
                 self._number = 0  # the next looks count from the last one with spectra
             alarms = self._judge.update(geometry)
-            self._record.keep(geometry, alarms)
+            if record:
+                record.keep(geometry, alarms)
             self.alarms += alarms
             self.last = geometry
         if message:
@@ -220,26 +206,23 @@ class GeometryMonitor:
 
 def _finish(record: Record) -> None:
     """Write the page of a run for the last time; at the latest when its monitor, or the process, ends."""
-    if record.folder is not None and record.steps and not record.finished:
+    if record.steps and not record.finished:
         from theodolite.train.watch_page import write_page
 
+        record.finished = True
         try:
             write_page(record, finished=True)
         except WorkError as error:
-            warnings.warn(
-                f"{error}; the page of the training run is not complete", RecordWarning, stacklevel=3
-            )
-        record.finished = True
+            message = f"{error}; the page of the training run is not complete"
+            warnings.warn(message, RecordWarning, stacklevel=3)
 
 
-def check_looks(every: int, spectra_every: int, limits: Limits | None) -> None:
-    """Raise `UsageError` where a number is not whole or not positive, or `limits` no `Limits`."""
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in (every, spectra_every)):
+def check_looks(every: int, spectra_every: int) -> None:
+    """Raise `UsageError` where a number is not whole or not positive."""
+    if not all(isinstance(n, int) and n >= 1 for n in (every, spectra_every)):
         raise UsageError(
             f"every is {every!r} and spectra_every {spectra_every!r}: both must be 1 or more, and whole numbers"
         )
-    if limits is not None and not isinstance(limits, Limits):
-        raise UsageError(f"limits is a {type(limits).__name__}: give theodolite.train.alarms.Limits(...)")
 
 
 PLOTTED = {
@@ -265,60 +248,46 @@ PLOTTED = {
 
 
 def scalars(geometry: Geometry) -> dict[str, float]:
-    """Return a look's numbers to plot: `PLOTTED`, and the mean of each layer.
+    """Return a look's numbers to plot: `PLOTTED`, and the mean of each layer (`entropy/layer_3` and so on).
 
-    norm_growth is of a layer over the one before, massive_activations of all layers; entropy/layer_3 and so on; with
-    spectra also vanishing_heads. A number that is NaN everywhere is left out.
+    With spectra also vanishing_heads. A number that is NaN everywhere is left out.
     """
-    heads, layers = geometry.heads, geometry.layers
     numbers: dict[str, Any] = {}
     for name, (of, column, statistic) in PLOTTED.items():
-        table = heads if of == "heads" else layers
+        table = getattr(geometry, of)
         if column in table:
-            numbers[name] = getattr(table[column], statistic)()
-    if "regime" in heads:
-        numbers["vanishing_heads"] = (heads["regime"] == "vanishing").sum()
-    for table, name in ((heads, "entropy"), (heads, "propagation"), (layers, "rank_collapse")):
-        by_layer = table.groupby("layer")[name].mean()
-        numbers |= {f"{name}/layer_{layer}": value for layer, value in by_layer.items()}
+            numbers[name] = table[column].agg(statistic)
+    if "regime" in geometry.heads:
+        numbers["vanishing_heads"] = (geometry.heads["regime"] == "vanishing").sum()
+    for of, column in (("heads", "entropy"), ("heads", "propagation"), ("layers", "rank_collapse")):
+        by_layer = getattr(geometry, of).groupby("layer")[column].mean()
+        numbers |= {f"{column}/layer_{layer}": value for layer, value in by_layer.items()}
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
 def monitor_batch(
     rows: Any, contexts: int = CONTEXTS, length: int = LENGTH
 ) -> Int[Tensor, "contexts positions"]:
-    """Make a monitor batch of the first long enough rows of a data set of token ids.
+    """Make a monitor batch of the first long enough rows of a data set, of so many contexts and tokens at most.
 
-    Args:
-        rows: indexable, of dictionaries with `input_ids` and, where rows are padded, `attention_mask`.
-        contexts: at most so many rows are taken.
-        length: tokens of each; fewer, if there are not as many rows of this length among the first 512.
-
-    Raises:
-        UsageError: the data set cannot be indexed, has no `input_ids`, or only rows below 8 tokens.
+    `UsageError` where the data set cannot be indexed, has no `input_ids`, or only rows below 8 tokens.
     """
     if not isinstance(rows, Sized) or not hasattr(rows, "__getitem__"):
-        raise UsageError(
-            "the training data is a stream, which a monitor batch would use up: give its token ids yourself"
-        )
-    candidates = []
+        raise UsageError("the training data is a stream, which a batch would use up: give its token ids")
+    found: list[Tensor] = []
     for index in range(min(len(rows), SEARCHED)):
         row = rows[index]
-        if not hasattr(row, "keys") or "input_ids" not in row:
-            raise UsageError(
-                "the rows of the training data have no input_ids: give the monitor batch's token ids"
-            )
+        if "input_ids" not in row:
+            raise UsageError("the rows of the training data have no input_ids: give the batch's token ids")
         ids = torch.as_tensor(np.asarray(row["input_ids"])).flatten()
         if "attention_mask" in row:
             ids = ids[torch.as_tensor(np.asarray(row["attention_mask"])).flatten().bool()]
-        candidates.append(ids)
-        if sum(len(ids) >= length for ids in candidates) == contexts:
+        if len(ids) >= LEAST_LENGTH:
+            found.append(ids)
+        if sum(len(ids) >= length for ids in found) == contexts:
             break
-    longest = sorted((len(ids) for ids in candidates), reverse=True)[:contexts]
-    usable = [size for size in longest if size >= LEAST_LENGTH]
-    if not usable:
-        raise UsageError(
-            f"no row of the training data has {LEAST_LENGTH} tokens or more: give the monitor batch's token ids"
-        )
-    length = min(length, usable[-1])
-    return torch.stack([ids[:length] for ids in candidates if len(ids) >= length][:contexts]).long()
+    if not found:
+        raise UsageError(f"no row of the data has {LEAST_LENGTH} tokens or more: give the batch's token ids")
+    longest = sorted(map(len, found), reverse=True)[:contexts]
+    length = min(length, longest[-1])
+    return torch.stack([ids[:length] for ids in found if len(ids) >= length][:contexts]).long()

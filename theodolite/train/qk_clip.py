@@ -1,7 +1,7 @@
 """QK-Clip (Kimi Team 2025, "Kimi K2", section 2.1): after an optimizer step, scale down heads with too large logits.
 
-For a loop of one's own (`QKClip`) and for the Trainer (`QKClipCallback`). How large logits are is measured by the
-monitor or by the caller; which rows of which weights make a head's logits is found by `models/weights/logit_rows.py`.
+How large logits are is measured by the monitor or by the caller; which rows of which weights make a head's logits is
+found by `models/weights/logit_rows.py`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,7 @@ _CLIPPED = "QK-Clip scales weights that are whole, or spread by FSDP2 or tensor 
 
 
 class QKClip:
-    """Bounds the logits of every head by scaling its query and key weights.
-
-        clip = QKClip(model, threshold=100.0)
-        ...
-        optimizer.step()
-        clipped = clip(largest_logits)
+    """Bounds the logits of every head by scaling its query and key weights: `clip(largest)` after `optimizer.step()`.
 
     A head whose largest logit S exceeds the threshold τ has γ = τ/S. Where its keys are its own, its rows of W_q and
     W_k are scaled by √γ each, and its biases with them; where a key is shared (grouped keys, the rotary key of
@@ -59,13 +54,9 @@ class QKClip:
         source = training_source(model)
         self._model = source.root
         if parallel_group(self._model) is not None:
-            raise UsageError(
-                "each rank has some of the heads: make the QKClip before the model is tensor parallel"
-            )
+            raise UsageError("each rank has some heads: make the QKClip before the model is tensor parallel")
         if any(map(is_of_deepspeed, self._model.parameters())):
-            raise UsageError(
-                f"the weights of {source.name} are held by DeepSpeed in tensors of its own: {_CLIPPED}"
-            )
+            raise UsageError(f"DeepSpeed holds weights of {source.name} in tensors of its own: {_CLIPPED}")
         with evaluation_mode(self._model), on_a_few_tokens(source):
             structure = find_structure(source)
             calls = capture_calls(self._model, structure, source.small_pass(POSITIONS))
@@ -84,9 +75,8 @@ class QKClip:
 
         Args:
             largest: each head's largest logit (scaled, of the keys that its queries see), or a look of the monitor,
-                `monitor.last`, which tells it. A look clips once, one from a record of before not at all: until the
-                next one nothing is done. Where a layer has fewer heads, or does not attend, the rest of its row is
-                not looked at. All processes must give the same, as looks of a monitor with `over_ranks` are.
+                `monitor.last`, which tells it. A look clips once, one from a record of before not at all. Where a
+                layer has fewer heads, the rest of its row is not looked at. All processes must give the same.
 
         Raises:
             UsageError: another shape, a logit that is NaN or infinite, or a module that holds the weights was replaced.
@@ -99,9 +89,7 @@ class QKClip:
             check_held(self._model, self._held, "parameter", "QKClip")
             for name, rows in self._held.items():
                 if is_of_deepspeed(getattr(rows.module, rows.name)):
-                    raise UsageError(
-                        f"{name} has a copy in DeepSpeed's optimizer, which would undo it: {_CLIPPED}"
-                    )
+                    raise UsageError(f"{name}'s copy in DeepSpeed's optimizer would undo it: {_CLIPPED}")
             for layer, rows in self._rows.items():
                 layers, heads = self._layers_of[layer], self._heads_of[layer]
                 most = logits[layers, :heads].amax(dim=0)
@@ -120,12 +108,7 @@ class QKClip:
             by_layer = largest.heads.pivot(index="layer", columns="head", values="largest_logit")
             logits = torch.tensor(by_layer.reindex(range(shape[0])).to_numpy(), dtype=torch.float64)
         else:
-            try:
-                logits = torch.as_tensor(largest).detach().double().cpu()
-            except (TypeError, ValueError, RuntimeError):
-                raise UsageError(
-                    f"largest logits are {largest!r:.60}: give a tensor {shape}, (layers, heads)"
-                ) from None
+            logits = torch.as_tensor(largest).detach().double().cpu()
         if logits.shape != shape:
             raise UsageError(f"largest logits of shape {tuple(logits.shape)}: give {shape}, (layers, heads)")
         for layer, heads in enumerate(self._heads_of):
@@ -140,15 +123,8 @@ class QKClip:
 class QKClipCallback(GeometryCallback):
     """The monitor in the Trainer, which clips by each of its looks: `QKClipCallback(100.0, every=10).attach(trainer)`.
 
-    After a step at which a look is due, every head whose largest logit on the monitor batch exceeds the threshold is
-    scaled, so that it is the threshold there. Their number is logged as `geometry/clipped`.
-
-    Args:
-        threshold: as in `QKClip`.
-        options: as in `GeometryCallback`.
-
-    Raises:
-        UsageError: as `QKClip` does, when training begins.
+    The number of clipped heads is logged as `geometry/clipped`. Options are those of `GeometryCallback`; errors are
+    those of `QKClip`, when training begins.
     """
 
     def __init__(self, threshold: float = 100.0, **options: Any) -> None:
@@ -163,8 +139,8 @@ class QKClipCallback(GeometryCallback):
 
     def _look(self, args: Any, state: TrainerState, control: Any) -> None:
         super()._look(args, state, control)
-        if self.monitor is None or self.clip is None:
-            return
+        assert self.monitor is not None
+        assert self.clip is not None
         clipped = self.clip(self.monitor.last)
         if len(clipped) and state.is_world_process_zero:
             self._log(args, state, control, state.global_step, {f"{FOLDER}/clipped": float(len(clipped))})
@@ -172,7 +148,6 @@ class QKClipCallback(GeometryCallback):
 
 def checked_threshold(threshold: float) -> float:
     """Return the threshold; `UsageError` where it is not a number above 0."""
-    number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-    if not number or not 0 < threshold < math.inf:
+    if not isinstance(threshold, int | float) or not 0 < threshold < math.inf:
         raise UsageError(f"threshold is {threshold!r}: give a number above 0")
     return float(threshold)

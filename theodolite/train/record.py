@@ -1,14 +1,10 @@
-"""The record of a training run's looks: JSON lines in a folder, which a resumed run continues.
-
-Nothing is measured, judged or drawn here, and nothing is said to the user.
-"""
+"""The record of a training run's looks: JSON lines in a folder, which a resumed run continues."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +18,7 @@ from theodolite.train.alarms import Alarm
 from theodolite.train.geometry import Geometry
 
 FILES = ("heads", "layers", "alarms", "losses")
-
-FOLDER = "geometry"
-"""Folder of the record, in a Trainer's `output_dir`."""
-
+FOLDER = "geometry"  # folder of the record, in a Trainer's `output_dir`
 OF_HEADS = ("entropy_share", "propagation", "sink_first", "sink_later", "largest_logit")
 DRAWN = dict.fromkeys(OF_HEADS, "heads") | {"rank_collapse": "layers"}
 """Columns that the page draws, and their tables."""
@@ -34,26 +27,17 @@ NEEDED = {"heads": {*OF_HEADS, "at_distance", "same_token", "sink_learned"}, "la
 """Columns that a resumed monitor judges again or draws."""
 
 PLACE = {"heads": ("layer", "head"), "layers": ("layer",)}
-
-MOST = 1e30
-"""Losses as large are no numbers to draw."""
+Row = dict[str, Any]
 
 
 class Record:
     """The tables of all looks, and the losses in between, as lines of JSON in a folder; a NaN is `null`.
 
-    Args:
-        folder: where; None: nowhere.
-        layers, places: of the model, and of its heads, to know its own complete looks.
-
-    Attributes:
-        places: (layer, head) of each head, (layer,) of each residual layer.
-        steps: of all looks, in order; `alarms`: of all looks.
-        loss_steps, losses: each step's last loss.
-        finished: the page says that the run has ended.
+    `places`: (layer, head) of each head, (layer,) of each residual layer. `steps` and `alarms` are of all looks;
+    `losses` the last one of each step. `finished`: the page says that the run has ended, or is not written any more.
     """
 
-    def __init__(self, folder: Path | None, layers: int = 0, places: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, folder: Path, layers: int, places: Sequence[tuple[int, int]]) -> None:
         self.folder = folder
         self.places: dict[str, list[tuple[int, ...]]] = {
             "heads": list(places),
@@ -61,7 +45,7 @@ class Record:
         }
         self.steps: list[int] = []
         self.alarms: list[Alarm] = []
-        self.loss_steps, self.losses = array("q"), array("d")
+        self.losses: dict[int, float] = {}
         self.finished = False
         self._drawn: dict[str, list[NDArray[np.float32]]] = {name: [] for name in DRAWN}
 
@@ -73,40 +57,24 @@ class Record:
     def begin(self, step: int) -> tuple[list[Geometry], str]:
         """Drop what was recorded after `step` (all of it, at step 0); returns the looks that are kept, and a message.
 
-        If nothing is kept, or something is no complete look of this model, the old files are moved aside first.
-
-        Raises:
-            WorkError: the folder cannot be written.
+        What is no complete look of this model is dropped; where nothing is kept, the old files are moved aside first.
         """
-        if self.folder is None:
-            return [], ""
         message = ""
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            lines = {name: _complete_lines(self._path(name)) for name in FILES}
-            rows = {name: [row for line in lines[name] if (row := parsed_row(line))] for name in FILES}
-            looks: dict[int, dict[str, list[dict[str, Any]]]] = {}
+            rows = {name: _rows(self._path(name)) for name in FILES}
+            looks: dict[int, dict[str, list[Row]]] = {}
             for name in PLACE:
                 for row in rows[name]:
                     if row["step"] <= step:
                         looks.setdefault(row["step"], {of: [] for of in PLACE})[name].append(row)
-            whole = {at for at, look in looks.items() if self._is_whole(look)}
-            steps = sorted(whole) if step else []
-            damaged, others = (
-                sum(len(lines[name]) - len(rows[name]) for name in FILES),
-                len(looks) - len(whole),
-            )
-            if any(lines.values()) and (not steps or damaged or others):
+            whole = {at for at, look in looks.items() if step and self._is_whole(look)}
+            if not whole and any(rows.values()):
                 message = f"{self.folder} held an earlier record: moved to heads.{self._move_aside()}.jsonl and so on"
-                if step and (damaged or others):
-                    message += (
-                        f"; {len(steps)} looks kept, {others} dropped that are no complete looks of this model, "
-                        f"{damaged} damaged lines"
-                    )
             for name in FILES:
                 # A loss belongs to a step that is done, whether or not there was a look.
                 done = range(step + 1) if name == "losses" else whole
-                rows[name] = [row for row in rows[name] if steps and row["step"] in done]
+                rows[name] = [row for row in rows[name] if whole and row["step"] in done]
                 write_text(self._path(name), _lines(rows[name]))
             for row in rows["losses"]:
                 self.keep_loss(row["step"], row.get("loss"))
@@ -114,16 +82,15 @@ class Record:
         def table(at: int, name: str) -> pd.DataFrame:
             return pd.DataFrame(looks[at][name]).drop(columns="step")
 
-        return [Geometry(at, table(at, "heads"), table(at, "layers"), 0.0) for at in steps], message
+        return [Geometry(at, table(at, "heads"), table(at, "layers"), 0.0) for at in sorted(whole)], message
 
-    def _path(self, name: str, ending: str = "jsonl") -> Path:
-        assert self.folder is not None
-        return self.folder / f"{name}.{ending}"
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.jsonl"
 
     def _move_aside(self) -> int:
         """Rename the files to `heads.1.jsonl` and so on; returns the number."""
         for number in itertools.count(1):
-            moved = {self._path(name): self._path(name, f"{number}.jsonl") for name in FILES}
+            moved = {self._path(name): self._path(f"{name}.{number}") for name in FILES}
             if not any(path.exists() for path in moved.values()):
                 break
         for path, aside in moved.items():
@@ -131,18 +98,16 @@ class Record:
                 path.rename(aside)
         return number
 
-    def _is_whole(self, look: dict[str, list[dict[str, Any]]]) -> bool:
+    def _is_whole(self, look: dict[str, list[Row]]) -> bool:
         """Tell whether these are the rows of one look at a model of this many layers and heads."""
         return all(
-            [tuple(row.get(key) for key in PLACE[name]) for row in rows] == self.places[name]
-            and all(row.keys() >= NEEDED[name] and _numeric(row) for row in rows)
+            [tuple(map(row.get, PLACE[name])) for row in rows] == self.places[name]
+            and all(row.keys() >= NEEDED[name] for row in rows)
             for name, rows in look.items()
         )
 
     def keep(self, geometry: Geometry, alarms: list[Alarm]) -> None:
         """Keep what the page draws of one look and its alarms."""
-        if self.folder is None:
-            return
         self.steps.append(geometry.step)
         for name, of in DRAWN.items():
             with np.errstate(over="ignore"):
@@ -166,46 +131,25 @@ class Record:
 
     def keep_loss(self, step: int, loss: Any) -> None:
         """Keep a loss for the page: a gap where it is no number that a page can show."""
-        if self.folder is None:
-            return
-        if not self.loss_steps or self.loss_steps[-1] != step:
-            self.loss_steps.append(step)
-            self.losses.append(math.nan)
-        self.losses[-1] = float(loss) if type(loss) in (int, float) and abs(loss) < MOST else math.nan
+        self.losses[step] = loss if isinstance(loss, float | int) and abs(loss) < 1e30 else math.nan
 
-    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        if self.folder is None:
-            return
+    def _append(self, name: str, rows: list[Row]) -> None:
         with disk_errors(self.folder), self._path(name).open("a", encoding="utf-8") as file:
             file.write(_lines(rows))
 
 
-def _lines(rows: list[dict[str, Any]]) -> str:
+def _lines(rows: list[Row]) -> str:
     return "".join(json_text(row) + "\n" for row in rows)
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """Read a file's lines, without the half line at which a process was killed; none where there is no file."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else [""]
-    return lines if parsed_row(lines[-1]) else lines[:-1]
-
-
-def parsed_row(line: str) -> dict[str, Any] | None:
-    """Parse a line as a row with a step, `null` as NaN; None where it is something else."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        return None
-    return {name: math.nan if value is None else value for name, value in row.items()}
-
-
-def _numeric(row: dict[str, Any]) -> bool:
-    """Tell whether all values are numbers, but for the regime, a text."""
-    return all(
-        isinstance(value, str)
-        if name == "regime"
-        else type(value) is float or (type(value) is int and abs(value) < 2**53)
-        for name, value in row.items()
-    )
+def _rows(path: Path) -> list[Row]:
+    """Read the lines of a file, if there is one, that are a row with a step, `null` as NaN: no half line of a kill."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append({name: math.nan if value is None else value for name, value in row.items()})
+    return rows

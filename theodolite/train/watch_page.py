@@ -1,94 +1,67 @@
 """`watch.html`: the record of a training run as a page that needs no other file, and reloads itself until the end.
 
 Light however many looks there are: lines and maps have few points, where the nearest to an alarm of those that share
-one is shown. The template escapes every text.
+one is shown.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from numpy.typing import NDArray
 from pandas.api.typing import DataFrameGroupBy
 from plotly.offline import get_plotlyjs
 
-from theodolite.estimates import Floats
 from theodolite.report import page, style
-from theodolite.report.drawing.grammar import (
-    Panel,
-    band,
-    dots,
-    heat,
-    line,
-    map_height,
-    panels,
-    reference,
-    saturation,
-)
+from theodolite.report.drawing import grammar
+from theodolite.report.drawing.grammar import Panel
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, head_name, number, visible
 from theodolite.train.alarms import ENTROPY, RANK, VANISHING, Alarm, Limits
 from theodolite.train.geometry import residual_place
-from theodolite.train.record import DRAWN, FOLDER, Record
-
-Steps = NDArray[np.int64]
-Places = Sequence[tuple[int, ...]]
+from theodolite.train.record import DRAWN, FOLDER, OF_HEADS, Record
 
 PAGE = "watch.html"
-RELOAD = 30
-"""Seconds after which an open page reads itself again."""
-
-LISTED, MARKED = 200, 2000
-"""Alarms in the list, and in the map, at most: the newest."""
-
-POINTS, CELLS = 500, 50_000
-"""Points of a line, and cells of a map, at most."""
-
+RELOAD = 30  # seconds after which an open page reads itself again
+LISTED, MARKED = 200, 2000  # alarms in the list, and in the map, at most: the newest
+POINTS, CELLS = 500, 50_000  # points of a line, and cells of a map, at most
 ALARM_COLOURS = {ENTROPY: style.VERMILLION, RANK: style.BLUE, VANISHING: style.ORANGE}
 
 
-@dataclass(frozen=True)
-class Measure:
-    """A column of the record: what it is called, and whether low or high values alarm.
+class Measure(NamedTuple):
+    """A column of the record: what it is called, whether low values alarm or high ones, and the default limit."""
 
-    `highest`: where colours end; None: at the largest of the map. `limit`: the alarm's default.
-    """
-
-    column: str
     title: str
     axis: str
-    low_alarms: bool
-    highest: float | None = 1.0
+    low_alarms: bool = True
     limit: float | None = None
 
 
-ENTROPIES = Measure("entropy_share", "Entropy", "entropy over its maximum", True, limit=Limits.entropy)
-PROPAGATION = Measure("propagation", "Signal propagation ρ", "ρ", True, limit=Limits.propagation)
-LOGITS = Measure("largest_logit", "Largest logit", "largest logit", False, highest=None)
-RESIDUALS = Measure("rank_collapse", "Rank of the residual stream", "‖X − 1x̄ᵀ‖/‖X‖", True, limit=Limits.rank)
-FIRST_SINK = Measure("sink_first", "First-token sink", "share of contexts with a first-token sink", False)
-LATER_SINK = Measure("sink_later", "Later sink", "share of contexts with a later sink", False)
-OF_LINES = (ENTROPIES, PROPAGATION, LOGITS, RESIDUALS)
-OF_MAP = (ENTROPIES, PROPAGATION, FIRST_SINK, LATER_SINK, LOGITS)
+MEASURES = {
+    "entropy_share": Measure("Entropy", "entropy over its maximum", limit=Limits.entropy),
+    "propagation": Measure("Signal propagation ρ", "ρ", limit=Limits.propagation),
+    "largest_logit": Measure("Largest logit", "largest logit", low_alarms=False),
+    "rank_collapse": Measure("Rank of the residual stream", "‖X − 1x̄ᵀ‖/‖X‖", limit=Limits.rank),
+    "sink_first": Measure("First-token sink", "share of contexts with a first-token sink", low_alarms=False),
+    "sink_later": Measure("Later sink", "share of contexts with a later sink", low_alarms=False),
+}
+OF_LINES = ("entropy_share", "propagation", "largest_logit", "rank_collapse")
 
 
 def write_page(record: Record, *, finished: bool) -> None:
     """Write the page of a record beside it, which reloads itself while the run is not finished; or `WorkError`."""
-    assert record.folder is not None
     page.write_page(record.folder / PAGE, render(record, finished=finished))
 
 
 def render(record: Record, *, finished: bool) -> str:
     """Render the page as one string of HTML, with Plotly's script inside."""
-    assert record.folder is not None
     folder = record.folder.resolve()
     run = folder.parent if folder.name == FOLDER else folder
     newest = record.alarms[: -LISTED - 1 : -1]
@@ -113,125 +86,105 @@ def render(record: Record, *, finished: bool) -> str:
 def _summary(record: Record) -> str:
     """Say in a sentence where the run is: the looks, the loss and the alarms so far."""
     parts = [f"{counted(len(record.steps), 'look')}, the last at step {number(record.steps[-1], 6)}"]
-    if record.losses and not math.isnan(record.losses[-1]):
-        parts.append(f"loss {number(record.losses[-1], 4)} at step {number(record.loss_steps[-1], 6)}")
+    step, loss = next(reversed(record.losses.items()), (0, math.nan))
+    if not math.isnan(loss):
+        parts.append(f"loss {number(loss, 4)} at step {number(step, 6)}")
     return "; ".join([*parts, counted(len(record.alarms), "alarm") + " so far"]) + "."
 
 
 def _exhibits(record: Record) -> list[Exhibit]:
-    steps, heads = np.array(record.steps, dtype=np.int64), record.places["heads"]
-    values = {name: v for name in DRAWN if (v := record.column(name)) is not None}
-    shown = [loss_panel(np.array(record.loss_steps), np.array(record.losses))] if record.losses else []
-    shown += [
-        measure_panel(measure, steps, values[measure.column], record.places[DRAWN[measure.column]])
-        for measure in OF_LINES
-        if measure.column in values
-    ]
+    """Draw what the record has numbers of: lines, and the map of heads."""
+    tables = {
+        name: pd.DataFrame(values, record.steps, [_place(at) for at in record.places[of]])
+        for name, of in DRAWN.items()
+        if (values := record.column(name)) is not None
+    }
+    shown = [_loss_panel(pd.DataFrame({"loss": record.losses}))] if record.losses else []
+    of_lines = [name for name in OF_LINES if name in tables]
+    shown += [_panel(name, tables[name], showlegend=name == of_lines[0]) for name in of_lines]
     outcome = Outcome()
     if shown:
-        outcome.show("watch", "lines", lines(shown, record.alarms))
-    maps = {measure.column: measure for measure in OF_MAP if measure.column in values}
+        outcome.show("watch", "lines", _lines(shown, record.alarms))
+    maps = [name for name in OF_HEADS if name in tables]
     if maps:
-        options = [Option(column, measure.title, note=measure.axis) for column, measure in maps.items()]
-        figures = {
-            column: head_map(measure, steps, values[column], heads, record.alarms[-MARKED:])
-            for column, measure in maps.items()
-        }
+        layers = [layer for layer, _ in record.places["heads"]]
+        options = [Option(name, MEASURES[name].title, note=MEASURES[name].axis) for name in maps]
+        newest = record.alarms[-MARKED:]
+        figures = {name: _head_map(name, tables[name], layers, newest) for name in maps}
         outcome.show("watch", "heads", Choice("colour", options, figures.__getitem__))
     return outcome.exhibits
 
 
-def first_of_groups(count: int, most: int) -> NDArray[np.int64]:
-    """Return where groups of neighbours begin, `most` at most; of a power of two each, so that they stay for long."""
-    size = 1 << max(0, math.ceil(math.log2(count / most))) if count > most else 1
-    return np.arange(0, count, size)
+def _grouped(table: pd.DataFrame, most: int) -> tuple[Any, DataFrameGroupBy]:
+    """Group the rows of a table (steps, places) into `most` groups of neighbours; returns their last steps, too."""
+    size = math.ceil(len(table) / most)
+    group = np.arange(len(table)) // size
+    return table.index.to_series().groupby(group).last().to_numpy(), table.groupby(group)
 
 
-def _grouped(steps: Steps, values: Floats, names: Sequence[str], most: int) -> tuple[Steps, DataFrameGroupBy]:
-    """Group the rows of `values` (S, P) into `most` groups of neighbours; also returns each group's last step."""
-    starts = first_of_groups(len(steps), most)
-    group = np.searchsorted(starts, np.arange(len(steps)), side="right")
-    frame = pd.DataFrame(values, columns=list(names))
-    return steps[np.append(starts[1:], len(steps)) - 1], frame.groupby(group)
-
-
-def _mean(groups: DataFrameGroupBy) -> Floats:
-    """Average over each group of rows and all of its places; NaN where it has none."""
-    means: Floats = (groups.sum().sum(axis=1) / groups.count().sum(axis=1)).to_numpy()
-    return means
-
-
-def measure_panel(measure: Measure, steps: Steps, values: Floats, places: Places) -> Panel:
-    """Draw the mean of `values` (S, P) over heads or layers at `steps` (S), and the place nearest to an alarm."""
-    x, groups = _grouped(steps, values, [_place(place) for place in places], POINTS)
+def _panel(name: str, table: pd.DataFrame, showlegend: bool) -> Panel:
+    """Draw the mean over heads or layers against the step, and the place nearest to an alarm."""
+    measure = MEASURES[name]
     sign, worst = (1, "lowest") if measure.low_alarms else (-1, "highest")
-    nearest = groups.min() if measure.low_alarms else -groups.max()
-    extremes, means = sign * nearest.min(axis=1).to_numpy(), _mean(groups)
-    of = "head" if len(places[0]) == 2 else "layer"
-    hover = f"{worst} {of} at step %{{x}}: %{{y:.3g}}<br>%{{text}}<extra></extra>"
+    x, groups = _grouped(sign * table, POINTS)
+    nearest = groups.min()
+    hover = f"{worst} {DRAWN[name].rstrip('s')} at step %{{x}}: %{{y:.3g}}<br>%{{text}}<extra></extra>"
     names = nearest.fillna(np.inf).idxmin(axis=1).tolist()
-    look: dict[str, Any] = {"text": names, "hover": hover, "marker": _dots(x)}
-    traces = line(x, extremes, "nearest to an alarm", style.MEASURED, **look)
-    hover = "mean at step %{x}: %{y:.3g}<extra></extra>"
-    traces += line(x, means, "mean", style.REFERENCE, hover=hover, width=1.4)
+    look: dict[str, Any] = {"text": names, "hover": hover, "marker": _dots(x), "showlegend": showlegend}
+    extremes, means = sign * nearest.min(axis=1).to_numpy(), sign * groups.mean().mean(axis=1).to_numpy()
+    traces = grammar.line(x, extremes, "nearest to an alarm", style.MEASURED, **look)
+    look = {"hover": "mean at step %{x}: %{y:.3g}<extra></extra>", "showlegend": showlegend}
+    traces += grammar.line(x, means, "mean", style.REFERENCE, width=1.4, **look)
     if measure.limit is not None:
-        traces += reference(x[[0, -1]], measure.limit, "default limit of alarms")
+        ends, what = x[[0, -1]], "default limit of alarms"
+        traces += grammar.reference(ends, measure.limit, what, showlegend=showlegend)
     return Panel(measure.title, traces, "step", measure.axis, yaxis={"rangemode": "tozero"})
 
 
-def loss_panel(steps: Steps, losses: Floats) -> Panel:
+def _loss_panel(losses: pd.DataFrame) -> Panel:
     """Draw the loss, on a band from the lowest to the highest where steps share a point."""
-    x, groups = _grouped(steps, losses, ["loss"], POINTS)
-    means = _mean(groups)
+    x, groups = _grouped(losses, POINTS)
+    means = groups.mean()["loss"].to_numpy()
     shown = np.isfinite(means)  # a band must not have gaps
     low, high = (ends["loss"].to_numpy()[shown] for ends in (groups.min(), groups.max()))
-    drawn = band(x[shown], low, high, style.MEASURED, legendgroup="")
+    drawn = grammar.band(x[shown], low, high, style.MEASURED, legendgroup="")
     hover = "loss at step %{x}: %{y:.4g}<extra></extra>"
-    drawn += line(x, means, "loss", style.MEASURED, hover=hover, marker=_dots(x), showlegend=False)
+    drawn += grammar.line(x, means, "loss", style.MEASURED, hover=hover, marker=_dots(x), showlegend=False)
     return Panel("Loss", drawn, "step", "loss")
 
 
-def lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
+def _lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
     """Draw panels against the step that zoom together, with the first alarm of each kind in all of them."""
     first = {alarm.kind: alarm.step for alarm in reversed(alarms)}
-    marks = [
-        (float(step), {"color": ALARM_COLOURS[kind], "width": 1.2, "dash": "dash"})
-        for kind, step in first.items()
+    look = {"width": 1.2, "dash": "dash"}
+    marks = [(float(step), look | {"color": ALARM_COLOURS[kind]}) for kind, step in first.items()]
+    together = [
+        replace(panel, xaxis={"matches": "x"} if place else {}, marks=marks)
+        for place, panel in enumerate(shown)
     ]
-    named: set[str | None] = set()  # in the legend once, whatever the number of panels
-    together = []
-    for place, panel in enumerate(shown):
-        traces = [
-            trace | ({"showlegend": False} if trace["legendgroup"] in named else {}) for trace in panel.traces
-        ]
-        named |= {trace["legendgroup"] for trace in traces}
-        axis = {"matches": "x"} if place else {}
-        together.append(replace(panel, traces=traces, xaxis=axis, marks=marks))
     across = 3 if len(shown) > 4 else 2
-    return panels(together, min(across, len(shown)), height=240, gaps=(0.08, 0.2))
+    return grammar.panels(together, min(across, len(shown)), height=240, gaps=(0.08, 0.2))
 
 
-def head_map(
-    measure: Measure, steps: Steps, values: Floats, places: Places, alarms: Sequence[Alarm]
-) -> go.Figure:
+def _head_map(name: str, table: pd.DataFrame, layers: Sequence[int], alarms: Sequence[Alarm]) -> go.Figure:
     """Draw all heads (rows) at all looks (columns), the first block on top; a cross where a head began to alarm."""
-    names = [_place(place) for place in places]
-    x, groups = _grouped(steps, values, names, max(100, min(POINTS, CELLS // len(places))))
+    measure = MEASURES[name]
+    x, groups = _grouped(table, max(100, min(POINTS, CELLS // len(layers))))
     cells = (groups.min() if measure.low_alarms else groups.max()).to_numpy().T
-    highest = measure.highest or max(saturation([cells]), 1e-6)
+    highest = max(grammar.saturation([cells]), 1e-6) if name == "largest_logit" else 1.0
     hover = f"%{{y}} at step %{{x}}<br>{measure.axis} %{{z:.3g}}<extra></extra>"
-    cells_of_heads = heat(cells, 0.0, highest, hover, bar=measure.axis, x=x, y=names)
+    cells_of_heads = grammar.heat(cells, 0.0, highest, hover, bar=measure.axis, x=x, y=list(table.columns))
     of_heads = [alarm for alarm in alarms if alarm.head is not None]
-    at, names_at = np.array([alarm.step for alarm in of_heads], dtype=np.int64), list(map(_where, of_heads))
+    at, names = np.array([alarm.step for alarm in of_heads], dtype=np.int64), list(map(_where, of_heads))
     hover = "%{y} at step %{x}<br>%{text}<extra></extra>"
     look = {"symbol": "x-thin", "size": 7, "line": {"width": 1.6, "color": style.INK}}
     kinds = [alarm.kind for alarm in of_heads]
-    crosses = dots(at, names_at, kinds, None, style.INK, hover, marker=look, showlegend=False)
-    starts = [n for n, (layer, *_) in enumerate(places) if n == 0 or layer != places[n - 1][0]]
-    every = -(-len(starts) // 24)
-    rows = {"type": "category", "ticks": "", "range": [len(places) - 0.5, -0.5], "tickmode": "array"}
-    rows |= {"tickvals": starts[::every], "ticktext": [f"block {places[n][0]}" for n in starts[::every]]}
-    height = map_height(len(places))
+    crosses = grammar.dots(at, names, kinds, None, style.INK, hover, marker=look, showlegend=False)
+    starts = [layers.index(layer) for layer in dict.fromkeys(layers)]
+    starts = starts[:: math.ceil(len(starts) / 24)]
+    rows = {"type": "category", "ticks": "", "range": [len(layers) - 0.5, -0.5], "tickmode": "array"}
+    rows |= {"tickvals": starts, "ticktext": [f"block {layers[n]}" for n in starts]}
+    height = grammar.map_height(len(layers))
     return style.figure([cells_of_heads, crosses], "step", "", height=height, layout={"yaxis": rows})
 
 
@@ -244,6 +197,6 @@ def _where(alarm: Alarm) -> str:
     return _place((alarm.layer,) if alarm.head is None else (alarm.layer, alarm.head))
 
 
-def _dots(points: Steps) -> float:
+def _dots(points: Any) -> float:
     """Return the size of a line's points: they are marked while they are few, since one alone must be seen."""
     return 5 if len(points) <= 40 else 0

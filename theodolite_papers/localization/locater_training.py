@@ -43,7 +43,7 @@ from theodolite.system.files import (
 from theodolite.system.processor import multiplies_halves, using_threads
 from theodolite.system.progress import STOPPING, interruptible
 from theodolite.theory import empirical_propagation, qk_moments
-from theodolite.train.penalty import Gradient, locater_penalty
+from theodolite.train.locater import Gradient, locater_penalty
 from theodolite_papers.localization.decoder import Decoder, DecoderShape, as_opt
 from theodolite_papers.training.tasks import byte_pair_tokenizer, read_text
 from theodolite_papers.training.trainer import Trainer, check_numbers
