@@ -37,8 +37,8 @@ REFUSED = [
         lambda: qk_eigenvalues(HEAD, HEAD, torch.eye(3)),
         r"covariance has shape \(3, 3\): give \(\.\.\., 4, 4\)",
     ),
-    (lambda: qk_moments(HEAD, HEAD, temperature=0.0), r"temperature is 0\.0: give a positive number"),
-    (lambda: qk_moments(HEAD, HEAD, temperature=1 - 2 * torch.eye(2)[0]), r"everywhere \(its least is -1\)"),
+    (lambda: qk_moments(HEAD, HEAD, temperature=0.0), "temperature is 0: give a positive number"),
+    (lambda: qk_moments(HEAD, HEAD, temperature=1 - 2 * torch.eye(2)[0]), "temperature is -1: give a positive"),
     (lambda: qk_moments(HEAD, HEAD, -EYE), "negative eigenvalue"),
     (lambda: qk_moments(HEAD, HEAD, SHEAR), "not symmetric"),
     (lambda: qk_moments(HEAD, HEAD, EYE + 0j), "covariance is complex"),
@@ -79,10 +79,6 @@ ONES = torch.ones(3)
 WRONG_TYPES = [
     (lambda: propagation_exact([0.1, 0.2], 4, 1.0), "eigenvalues is a list: give a tensor"),
     (lambda: propagation_exact(ONES + 0j, 4, 1.0), "complex: give those of the symmetric part"),
-    (lambda: propagation_exact(ONES, 4.5, 1.0), r"length is 4\.5: give a whole number of tokens"),
-    (lambda: propagation_exact(ONES, 4, "a"), "temperature is 'a': give a positive number"),
-    (lambda: propagation_exact(ONES, 4, None), "temperature is None: give a positive number"),
-    (lambda: propagation_finite(ONE, ONE, ONE, 4.5, 1.0), r"length is 4\.5: give a whole number of tokens"),
 ]
 
 

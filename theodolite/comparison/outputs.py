@@ -207,10 +207,11 @@ class Loss:
     unchanged: bool
     contexts: int = 0
 
-    def verdict(self, claim: str) -> Verdict:
+    def verdict(self) -> Verdict:
         """Judge whether the other model predicts as well."""
         what = f"next-token loss less that before ({number(self.before)} nats), paired by context"
-        return judge(claim, what, Estimate(self.difference, self.se, self.contexts, "contexts"), AS_GOOD)
+        estimate = Estimate(self.difference, self.se, self.contexts, "contexts")
+        return judge("the text is predicted as well", what, estimate, AS_GOOD)
 
     def __str__(self) -> str:
         if self.unchanged:

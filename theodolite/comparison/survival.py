@@ -1,4 +1,4 @@
-"""Join two tables by key, decide which units survive, and sum that up for one part of the mechanism."""
+"""Join the units of two runs by key, decide which survive, and sum that up for one part of the mechanism."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class Joined:
         return Joined(self.rows[chosen].reset_index(drop=True), numbers)
 
     def table(self) -> pd.DataFrame:
-        """Tabulate the numbers: `NAME_before`, `NAME_after`, `NAME_difference`, `NAME_se`; of `value` without the name.
+        """Tabulate the numbers as `NAME_before`, `NAME_after`, `NAME_difference` and `NAME_se`, its standard error.
 
-        `se` is the standard error of the difference.
+        Of `value` without the name.
         """
         columns: dict[str, npt.NDArray[np.float64]] = {}
         for name, (before, after) in self.numbers.items():
@@ -87,10 +87,9 @@ def join(before: Units, after: Units, key: Sequence[str]) -> Joined:
         texts = dict.fromkeys(units.rows.select_dtypes(exclude="number"), object)
         frames.append(units.rows.astype(texts).assign(place=np.arange(len(units.rows))))
     rows = frames[0].merge(frames[1], "outer", list(key), suffixes=("_before", "_after"), sort=True)
-    places = [torch.tensor(rows.pop(f"place_{side}").fillna(-1).to_numpy(np.int64)) for side in SIDES]
+    old, new = (torch.tensor(rows.pop(f"place_{side}").fillna(-1).to_numpy(np.int64)) for side in SIDES)
     numbers = {
-        name: (_taken(number_before, places[0]), _taken(after.numbers[name], places[1]))
-        for name, number_before in before.numbers.items()
+        name: (_taken(before.numbers[name], old), _taken(after.numbers[name], new)) for name in before.numbers
     }
     return Joined(rows, numbers)
 
@@ -115,12 +114,11 @@ class Change:
     def of(cls, name: str, reduce: Callable[[Tensor], Tensor], *sides: Jackknifed) -> Change:
         """Compute a sum or mean over units before and after, with the error of the difference."""
         before, after = (combined(reduce, side) for side in sides)
-        return cls(
-            name, float(before.value), float(after.value), float(combined(torch.sub, before, after).error)
-        )
+        error = combined(torch.sub, before, after).error
+        return cls(name, float(before.value), float(after.value), float(error))
 
     def __str__(self) -> str:
-        within = self.error > 0 and abs(self.after - self.before) <= margins(self.error, GROUPS)
+        within = self.error > 0 and abs(self.after - self.before) <= sigmas(GROUPS) * self.error
         words = f"{self.name} {number(self.before)} → {number(self.after)}"
         return f"{words} (within the 95 % interval)" if within else words
 
@@ -132,15 +130,14 @@ class Survival:
     name: str  # of the part: `sinks`, `tags`, …
     unit: str  # what is counted, in the singular
     criterion: str  # what makes a unit, and when it survives
-    table: (
-        pd.DataFrame
-    )  # one row per unit, with `status`; `before`, `after`, `difference`, `se` if it has them
+    # One row per unit, with `status`; `before`, `after`, `difference`, `se` if it has them; `least`, what makes a unit
+    # (infinite: it is none of the reference), where some are units of the other model alone.
+    table: pd.DataFrame
     moved: Change  # the part in one number
     verb: tuple[str, str] = ("survives", "survive")  # what a unit that survives does, of one and of several
     details: tuple[str | Change, ...] = ()  # further clauses of the sentence, where anything changed
     weight: str = ""  # the column by which units count; empty: each counts once
     by_chance: float = 0.0  # how many units would survive if heads were matched at random; 0: none
-    least: float = 0.0  # what makes a unit of `before`; the column `least` where each has its own
     paired: Estimate | None = None  # share of the whole family left, over contexts; None: read off the units
     further: tuple[Verdict, ...] = ()  # verdicts on more than what survives
     contexts: int = 0  # that the units' errors rest on; 0: none are known, so that the part is not decided
@@ -151,16 +148,12 @@ class Survival:
         """Count the units with this status."""
         return int((self.table["status"] == status).sum())
 
-    def _of_reference(self, weight: str = "") -> tuple[float, float, float]:
+    def _of_reference(self, weight: str = "") -> list[float]:
         """Count the units of the reference that survive, are lost, and are undecided; or sum their weights."""
-        table = self.table
-        weights = table[weight] if weight else pd.Series(1.0, table.index)
-        is_open = table["status"] == UNDECIDED
-        if "before" in table:
-            is_open &= table["before"] >= table.get("least", self.least)
-        rows = (table["status"] == SURVIVED, table["status"] == LOST, is_open)
-        survived, lost, unknown = (float(weights[of].sum()) for of in rows)
-        return survived, lost, unknown
+        one_each = pd.Series(1.0, self.table.index)
+        status = self.table["status"].where(np.isfinite(self.table.get("least", one_each)), NEW)
+        weights = self.table[weight] if weight else one_each
+        return [float(weights[status == each].sum()) for each in (SURVIVED, LOST, UNDECIDED)]
 
     @property
     def undecided(self) -> int:
@@ -224,10 +217,9 @@ class Survival:
     @property
     def exact(self) -> bool:
         """True if nothing differs at all."""
-        if self.directions and (self.table[self.directions] < 1 - 1e-6).any():
-            return False
+        turned = bool(self.directions) and (self.table[self.directions] < 1 - 1e-6).any()
         differences = self.table.filter(regex="difference$").fillna(0)
-        return self.count(SURVIVED) == len(self.table) and not differences.any(axis=None)
+        return not turned and self.count(SURVIVED) == len(self.table) and not differences.any(axis=None)
 
     @property
     def sentence(self) -> str:
@@ -266,21 +258,11 @@ class Survival:
             names.append(f"{name} ({' → '.join(ends)}{turned})" if ends else name)
         return names
 
-    @property
-    def needed(self) -> str:
-        """Say how many contexts would decide half of the undecided units; empty where nobody knows."""
-        if "contexts_needed" not in self.table:
-            return ""
-        needed = self.table.loc[self.table["status"] == UNDECIDED, "contexts_needed"].fillna(np.inf)
-        half = needed.sort_values().iloc[(len(needed) - 1) // 2]
-        return (
-            f"; about {number(float(f'{half:.2g}'))} contexts would decide half of them"
-            if half < np.inf
-            else ""
-        )
-
     def counts(self) -> str:
-        """Say how many units survive, `31 of 34 sinks survive`, are new, and are undecided."""
+        """Say how many units survive, `31 of 34 sinks survive`, are new, and are undecided.
+
+        And how many contexts would decide half of these, where that is known.
+        """
         survived, total = self.count(SURVIVED), self.of_reference
         text = f"{survived} of {counted(total, self.unit)} {self.verb[0 if survived == 1 else 1]}"
         if self.by_chance:
@@ -289,19 +271,15 @@ class Survival:
             weights = self._of_reference(self.weight)
             text += f" ({percent(weights[0] / sum(weights))} by weight)"
         text += f", {new} new" if (new := self.count(NEW)) else ""
-        return (
-            f"{text}, {self.undecided} undecided (within the 95 % interval{self.needed})"
-            if self.undecided
-            else text
-        )
-
-
-def margins(errors: npt.ArrayLike, n: npt.ArrayLike) -> Floats:
-    """Compute half the widths of 95 % intervals (Student's t of n things, or as many a row).
-
-    NaN where the error is not known, or rests on one thing.
-    """
-    return sigmas(n) * np.asarray(errors, dtype=np.float64)
+        if not self.undecided:
+            return text
+        text += f", {self.undecided} undecided (within the 95 % interval"
+        if "contexts_needed" in self.table:
+            needed = self.table.loc[self.table["status"] == UNDECIDED, "contexts_needed"].fillna(np.inf)
+            half = needed.sort_values().iloc[(len(needed) - 1) // 2]
+            if half < np.inf:
+                text += f"; about {number(float(f'{half:.2g}'))} contexts would decide half of them"
+        return f"{text})"
 
 
 def decided(
@@ -344,7 +322,6 @@ def statuses(pair: Pair, least: float | Floats, contexts: int = 0) -> dict[str, 
     else undecided.
 
     Args:
-        least: what makes a unit.
         contexts: that both runs read.
 
     Returns:
@@ -362,11 +339,8 @@ def statuses(pair: Pair, least: float | Floats, contexts: int = 0) -> dict[str, 
     # Of a number within a standard error of the limit nobody knows on which side it will be.
     distance = np.where(left.value.abs() > left.error, left.value.abs(), np.nan)
     needed = np.where(is_unit & (status == UNDECIDED), contexts * np.square(margin / distance), np.nan)
-    return {
-        "status": status,
-        "contexts_needed": np.ceil(needed),
-        "least": np.where(is_unit, least, np.inf),
-    }
+    least = np.where(is_unit, least, np.inf)
+    return {"status": status, "contexts_needed": np.ceil(needed), "least": least}
 
 
 def by_halves(joined: Joined, least: float, contexts: int) -> pd.DataFrame:
@@ -379,6 +353,13 @@ def by_halves(joined: Joined, least: float, contexts: int) -> pd.DataFrame:
 def status_of(kept: Flags, lost: Flags) -> npt.NDArray[np.str_]:
     """Name the status of each unit of the reference by what its intervals decide."""
     return np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
+
+
+def with_directions(table: pd.DataFrame, kept: Flags, turned: Flags) -> pd.DataFrame:
+    """Ask of units of the reference that their directions survive as well: what has either lost is lost."""
+    status = table["status"]
+    both = status_of(kept & (status == SURVIVED), turned | (status == LOST))
+    return table.assign(status=np.where(np.isfinite(table["least"]), both, status))
 
 
 def expected_by_chance(holds: Flags) -> float:

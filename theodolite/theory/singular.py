@@ -1,7 +1,7 @@
 """Measure rank by singular values: ScreeNOT, and the largest singular value alone, quickly.
 
 ScreeNOT is written here, batched in torch, because every layer of every survey needs it; the reference
-package (`screenot`) is what the tests compare with. This module must not know what the matrices stand for.
+package (`screenot`) is what the tests compare with.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from torch.nn import functional
 
 from theodolite.errors import UsageError
 
-_BISECTIONS = 54
-"""Halvings of [1, √3]: more than the 53 bits of a float64."""
-
-_START_NOISE = 0.1
-"""Share of noise in the row weights that start the Lanczos process."""
+_BISECTIONS = 54  # halvings of [1, √3]: more than the 53 bits of a float64
+_START_NOISE = 0.1  # share of noise in the row weights that start the Lanczos process
 
 
 @dataclass(frozen=True)
@@ -43,9 +40,8 @@ def screenot(matrix: Tensor, k: int = 20) -> ScreeNOT:
     Strategy "i" of the reference package: the k leading singular values are replaced by a tail that continues
     the others as noise would, z_{−l} = z_{−k−1} + (1 − ((l−1)/k)^⅔)/(2^⅔ − 1)·(z_{−k−1} − z_{−2k−1}). With z
     this pseudo-noise, γ = min(n/m, m/n), φ(y) = mean of y/(y² − z²) and D = φ·(γφ + (1−γ)/y), the threshold
-    is the one y > max z with y D′(y)/D(y) = −4. It is found to full precision and in relative units; the
-    reference bisects to 1e-5 absolutely. A threshold below the rounding of the SVD is raised to it, so that a
-    matrix of exact low rank has that rank.
+    is the one y > max z with y D′(y)/D(y) = −4, found to full precision. A threshold below the rounding of the SVD
+    is raised to it, so that a matrix of exact low rank has that rank.
 
     Args:
         matrix: (..., n, m).
@@ -118,9 +114,7 @@ def largest_singular_value(
 
     Passes over x are in its own dtype (half precisions in float32), the small bidiagonal problem in float64.
     Each matrix stops by itself when the residual ‖Xᵀu − σv‖ of the leading Ritz triple is below
-    tolerance·σ; the error of σ is then of second order in the tolerance, down to the dtype's rounding.
-    Matrices one by one: each stays in cache over its passes, and bmm of thin operands takes three times as
-    long on CPUs. No gradient.
+    tolerance·σ; the error of σ is then of second order in the tolerance. No gradient.
 
     Args:
         x: (..., T, d). NaN or infinite entries give NaN.
@@ -137,6 +131,7 @@ def largest_singular_value(
     # of seeded noise, which keeps every direction in play where the mean is zero or another singular vector.
     noise = torch.randn(x.shape[-2], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     start = (1 + _START_NOISE * noise).to(x)
+    # One by one: each stays in cache over its passes, and bmm of thin operands takes three times as long on CPUs.
     matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     values = [_lanczos(matrix, start, tolerance, iterations) for matrix in matrices]
     return torch.tensor(values, dtype=torch.float64, device=x.device).reshape(x.shape[:-2])

@@ -1,12 +1,11 @@
 """Measure how smooth a positional basis is: how much of its Gram matrix is low-frequency.
 
 Frequencies are those of the orthonormal type-II discrete cosine transform, as in Song & Zhong 2024, section
-3.2. Tokens are rows here; theirs are columns, so our Gram matrix P Pᵀ is their PᵀP. This module must not know
-where a matrix comes from.
+3.2. Tokens are rows here; theirs are columns, so our Gram matrix P Pᵀ is their PᵀP.
 
 Positions may be those of a grid of R rows and C columns, row after row (T = R·C), as the patches of an image are. Their
-frequencies are pairs (r, c), and F is F_R ⊗ F_C, the transform in two dimensions. What the paper says of the K lowest
-frequencies of a line holds of those K² with r < K and c < K, as many as there are.
+frequencies are pairs (r, c), and F is F_R ⊗ F_C. What the paper says of the K lowest frequencies of a line holds of
+those K² with r < K and c < K, as many as there are.
 """
 
 from __future__ import annotations
@@ -20,15 +19,11 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 
-Grid = tuple[int, int]
-"""Rows and columns of positions that lie in a plane."""
+Grid = tuple[int, int]  # rows and columns of positions that lie in a plane
 
 
 def normalised_gram(p: Float[Tensor, "*batch rows width"]) -> Float64[Tensor, "*batch rows rows"]:
-    """Compute the cosines between the rows of P, (..., T, T): G = P̄P̄ᵀ (Song & Zhong 2024, eq. 5).
-
-    A zero row has no direction; its row and column in G are zero.
-    """
+    """Compute the cosines between the rows of P, (..., T, T): G = P̄P̄ᵀ (Song & Zhong 2024, eq. 5); 0 of zero rows."""
     unit = unit_rows(p)
     return unit @ unit.mT
 
@@ -51,11 +46,8 @@ def dct2(
         gram: (..., T, T); a rectangular matrix is transformed along each side.
         frequencies: only the lowest so many of each side, O(frequencies·T²) in place of O(T³); None: all.
     """
-    gram = gram.double()
-    rows, columns = gram.shape[-2:]
-    return (
-        _dct_matrix(rows, frequencies, gram.device) @ gram @ _dct_matrix(columns, frequencies, gram.device).mT
-    )
+    rows, columns = (_dct_matrix(size, frequencies, gram.device) for size in gram.shape[-2:])
+    return rows @ gram.double() @ columns.mT
 
 
 def low_frequency_ratio(
@@ -131,9 +123,8 @@ def frequencies_below(cutoff: int, positions: int, grid: Grid | None = None) -> 
 def sinusoidal(length: int, width: int) -> Float64[Tensor, "length width"]:
     """Make the fixed positional encoding of Vaswani et al. 2017, section 3.5, positions 0 … length − 1.
 
-    Columns 2i and 2i + 1 are sin and cos of position/10000^{2i/width}: a pair shares its frequency, so that
-    the Gram matrix depends on the distance alone. Appendix B.1 of Song & Zhong 2024 prints another exponent,
-    see docs/errata.md. Not centred.
+    Columns 2i and 2i + 1 are sin and cos of position/10000^{2i/width}. Appendix B.1 of Song & Zhong 2024 prints another
+    exponent, see docs/errata.md. Not centred.
 
     Raises:
         UsageError: the length is below 1, or the width not a positive even number.

@@ -2,13 +2,8 @@
 
 One head's logit of query x and key y (rows of width d) is `x W_QK yᵀ / λ` with `W_QK = W_q W_kᵀ`; `W_q` and
 `W_k` have shape (d, d_h) and λ is the temperature. Everything here follows from d_h×d_h products, so no d×d
-matrix is formed besides the token covariance Σ that the caller may give; `W = W_QK Σ`.
-
-Bao et al. 2024 keep tokens in columns, so their W_QK is the transpose of ours. Traces, eigenvalues and
-singular values are the same for both.
-
-With rotary positions the matrix depends on the distance between query and key. The factors given here are
-unrotated, so every number is that of relative distance 0. This module must not know of a model's layout.
+matrix is formed besides the token covariance Σ that the caller may give; `W = W_QK Σ`. Bao et al. 2024 keep tokens in
+columns, so their W_QK is the transpose of ours. With rotary positions, every number is that of relative distance 0.
 """
 
 from __future__ import annotations
@@ -114,15 +109,12 @@ def qk_moments(
 
 
 def qk_eigenvalues(
-    w_q: Tensor,
-    w_k: Tensor,
-    covariance: Tensor | None = None,
+    w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None
 ) -> Complex128[Tensor, "*heads head_width"]:
     """Compute the eigenvalues of `W_q W_kᵀ Σ` as those of the d_h×d_h matrix `W_kᵀ Σ W_q`, (..., d_h).
 
     Sorted by decreasing real part, then by decreasing imaginary part. The other d − d_h eigenvalues of the
-    d×d matrix are zero (where d_h > d, the surplus ones returned here are). Shapes as in `qk_moments`, but Σ is
-    not looked at; relative distance 0 only; not divided by the temperature.
+    d×d matrix are zero. Shapes as in `qk_moments`, but Σ is not looked at; not divided by the temperature.
 
     Raises:
         UsageError: the shapes do not fit, or numbers are complex, NaN or infinite.
@@ -146,7 +138,7 @@ def core_eigenvalues(
 def qk_singular_values(w_q: Tensor, w_k: Tensor) -> Float64[Tensor, "*heads values"]:
     """Compute the singular values of `W_q W_kᵀ`, decreasing, (..., min(d, d_h)), from two QR factors.
 
-    Shapes as in `qk_moments`; relative distance 0 only; not divided by the temperature.
+    Shapes as in `qk_moments`; not divided by the temperature.
 
     Raises:
         UsageError: the shapes do not fit, or numbers are complex, NaN or infinite.
@@ -154,9 +146,7 @@ def qk_singular_values(w_q: Tensor, w_k: Tensor) -> Float64[Tensor, "*heads valu
     w_q, w_k, _ = _factors(w_q, w_k, None)
     check_finite("w_q", w_q)
     check_finite("w_k", w_k)
-    r_q = torch.linalg.qr(w_q).R
-    r_k = torch.linalg.qr(w_k).R
-    return torch.linalg.svdvals(r_q @ r_k.mT)
+    return torch.linalg.svdvals(torch.linalg.qr(w_q).R @ torch.linalg.qr(w_k).R.mT)
 
 
 def qk_spectral_norm(w_q: Tensor, w_k: Tensor) -> Float64[Tensor, "*heads"]:
