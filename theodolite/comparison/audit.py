@@ -33,9 +33,8 @@ from theodolite.system.wording import head_name, listed, names_of, percent, with
 MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
 SIMILAR_MEANS = {"localization": ("heads", "propagation"), "context": ("layers", "similarity_within")}
 SIMILAR = Criterion("within", 0.1, "ours")  # of the change of a share of all keys, or of a cosine
+# What two models have in common whose heads are the same ones: of `OpenModel` and provenance → name in messages.
 SHAPE = {"layers": "layers", "heads": "heads per layer", "width": "dimensions of the residual stream"}
-"""What two models have in common whose heads are the same ones: of `OpenModel` and provenance → name in messages."""
-
 COMPARED = "only models of one shape and one tokenizer can be compared"
 
 
@@ -60,10 +59,7 @@ class Audit:
 
     @property
     def answer(self) -> Answer:
-        """Holds if every compared part survives, fails if none does, else in part.
-
-        Not decided where all parts that are decided agree, and one is not.
-        """
+        """Holds if every compared part survives, fails if none does, in part if they differ; else not decided."""
         return combined(part.answer for part in self.parts)
 
     @property
@@ -155,9 +151,9 @@ class Audit:
 
 
 def _hit_hardest(parts: Sequence[Survival]) -> list[str]:
-    """Find the heads that lost something in the most parts (two at least), with these parts; none where many tie.
+    """Find the heads that lost something in the most parts, with these parts; none where many tie.
 
-    One that lost its output counts also if nothing else of it is lost: it is cut off.
+    In two at least, or their output: such a head is cut off.
     """
     lost: dict[tuple[int, int], list[str]] = {}
     for part in parts:

@@ -5,8 +5,6 @@ One function a part. All of them read runs on the same text, and judge by the ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pandas as pd
 import torch
@@ -54,9 +52,7 @@ from theodolite.theory.outliers import Thresholds, outlier_features
 from theodolite.theory.outliers import outlier_dimensions as large_dimensions
 from theodolite.theory.unbiased import Jackknifed, combined, product, ratio, stacked
 
-HEAD, SINK = ["layer", "head"], ["layer", "head", "kind", "token_id", "token"]
-"""What a head, and a sink, is found again by; which token comes first does not matter."""
-
+HEAD, SINK = ["layer", "head"], ["layer", "head", "kind", "token_id", "token"]  # what they are found again by
 A_HALF = Criterion("at least", HALF, "ours")
 ALONG = Criterion("at least", HALF**0.5, "half of the squared length (ours)")
 TAGGED = 0.1  # a sink tags if its grouping explains so much of the variance of the head's output
@@ -89,14 +85,6 @@ def _or_zero(numbers: Jackknifed) -> Jackknifed:
     )
 
 
-def _joined(
-    runs: tuple[Run, Run], table: str, key: list[str], numbers: Callable[[Run], dict[str, Jackknifed]]
-) -> Joined:
-    """Join the rows of a table of both runs, with numbers of each."""
-    before, after = (Units(getattr(run, table)[key], numbers(run)) for run in runs)
-    return join(before, after, key)
-
-
 def _contexts(run: Run) -> int:
     return int(run.provenance["corpus"]["contexts"])
 
@@ -108,7 +96,7 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
         places: of both, from `comparison.read_outputs`, which says where each context's sinks are: the whole family is
             then judged by the share of sinks that the other model has at the same place, paired by context.
     """
-    joined = join(_sinks_of(reference), _sinks_of(other), SINK)
+    joined = join(SINK, _sinks_of(reference), _sinks_of(other))
     table, every = by_halves(joined, LEAST_SHARE, _contexts(reference)), joined.table()
     rarer = " → ".join(number(every[side].sum() - table[side].sum()) for side in SIDES)
     details = [f"rarer ones {rarer} per context"] if len(table) < len(every) else []
@@ -174,7 +162,7 @@ def _strongest_first(table: pd.DataFrame, *by: str) -> pd.DataFrame:
 def tags(reference: Run, other: Run) -> Survival:
     """Compare tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after it."""
     runs = (reference, other)
-    joined = join(_tags_of(reference), _tags_of(other), SINK)
+    joined = join(SINK, _tags_of(reference), _tags_of(other))
     units = [
         established(tag, TAGGED) & established(share, LEAST_SHARE)
         for tag, share in zip(joined.numbers["value"], joined.numbers["share"], strict=True)
@@ -186,11 +174,10 @@ def tags(reference: Run, other: Run) -> Survival:
     )
     cosine = directions_kept(*groups)
     plain = torch.cosine_similarity(*directions, dim=1, eps=0)
-    kept, turned, margin = decided(ALONG, cosine)
+    kept, turned, _ = decided(ALONG, cosine)
     table = joined.table().drop(columns=["row_before", "row_after"])
     table = table.fillna({"tagged_before": 0.0, "tagged_after": 0.0}).assign(
         cosine=torch.where(cosine.value.isfinite(), cosine.value, plain).numpy(),
-        cosine_margin=margin,
         **statuses(joined.numbers["value"], TAGGED, _contexts(reference)),
     )
     # Without a direction, a tag is lost only with its sink.
@@ -221,15 +208,12 @@ def _tags_of(run: Run) -> Units:
     """List a trace's sinks of tokens, with the rows of their arrays."""
     of_tokens = np.flatnonzero(run.traces["kind"] != "learned")
     rows = run.traces[[*SINK, "tagged"]].iloc[of_tokens].assign(row=of_tokens)
-    columns = {"value": "tag", "released": "released", "share": "share"}
     # Where a tag has no number, all tokens of a context are caught or none: it tells none apart.
-    return Units(
-        rows,
-        {
-            name: _or_zero(number_of(run, "traces", of)[torch.from_numpy(of_tokens)])
-            for name, of in columns.items()
-        },
+    value, released, share = (
+        _or_zero(number_of(run, "traces", name)[torch.from_numpy(of_tokens)])
+        for name in ("tag", "released", "share")
     )
+    return Units(rows, {"value": value, "released": released, "share": share})
 
 
 def directions_kept(
@@ -237,8 +221,7 @@ def directions_kept(
 ) -> Jackknifed:
     """Estimate the cosine of each tag's directions in both models by products of different groups of contexts.
 
-    What the directions owe to the contexts they were seen in adds nothing. `before` and `after` are sums along the
-    directions by group of contexts. NaN of a tag that has none, or of which nothing is seen above the noise.
+    NaN of a tag that has none, or of which nothing is seen above the noise.
     """
     u, v = (sums.double().transpose(0, 1) for sums in (before, after))
     square, other_square = product(u), product(v)
@@ -253,11 +236,7 @@ def _rows(stored: Tensor, rows: pd.Series) -> Tensor:
 
 
 def outlier_dimensions(reference: Run, other: Run) -> Survival:
-    """Compare outlier dimensions by residual layer: their typical size over that of the layer's median dimension.
-
-    By the rule from data (`theory.outliers`): the published one goes by absolute size, |x| ≥ 6, which all dimensions of
-    a model with a large stream have.
-    """
+    """Compare outlier dimensions by residual layer: their typical size over that of the layer's median dimension."""
     level = Thresholds().level
     marked, sizes, published = [], [], []
     for run in (reference, other):
@@ -288,15 +267,16 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
 
 def massive_activations(reference: Run, other: Run) -> Survival:
     """Compare massive activations by residual layer, dimension, and place: their number before and after."""
-    sides = []
-    for run in (reference, other):
+
+    def units(run: Run) -> Units:
         dimensions = run.outliers[["layer", "dimension"]].astype(int)
         rows = pd.concat([dimensions.assign(position=position) for position in ("first", "later")])
         by_position = stacked([number_of(run, "outliers", name) for name in ("massive_first", "massive")])
         counts = Jackknifed(by_position.value.flatten(), by_position.without.flatten(1))
         some = counts.value > 0
-        sides.append(Units(rows[some.numpy()], {"value": counts[some]}))
-    joined = join(*sides, ["layer", "dimension", "position"])
+        return Units(rows[some.numpy()], {"value": counts[some]})
+
+    joined = join(["layer", "dimension", "position"], units(reference), units(other))
     return Survival(
         "massive activations",
         "massive dimension",
@@ -312,17 +292,14 @@ def massive_activations(reference: Run, other: Run) -> Survival:
 def positions(reference: Run, other: Run) -> Survival:
     """Compare the positional basis by residual layer: rank, relative norm, directions, and curve in any directions."""
     runs, columns = (reference, other), {"rank": "rank", "value": "relative_norm"}
-    joined = _joined(
-        runs,
-        "layers",
-        ["layer"],
-        lambda run: {name: number_of(run, "layers", of) for name, of in columns.items()},
+    numbers = [{name: number_of(run, "layers", of) for name, of in columns.items()} for run in runs]
+    joined = join(
+        ["layer"], *(Units(run.layers[["layer"]], of) for run, of in zip(runs, numbers, strict=True))
     )
     floors = [np.nan_to_num(value_of(run, "relative_norm_floor")) for run in runs]
     overlaps = overlap(*runs, by_energy=True)
-    kept, turned, margin = decided(A_HALF, overlaps, bias=overlap_bias(*runs))
+    kept, turned, _ = decided(A_HALF, overlaps, bias=overlap_bias(*runs))
     table = joined.table().assign(
-        overlap_margin=margin,
         overlap=overlaps.value.numpy(),
         curve=[linear_cka(p, q) for p, q in zip(*map(_basis, runs), strict=True)],
         **statuses(joined.numbers["value"], floors[0], _contexts(reference)),
@@ -370,8 +347,8 @@ def linear_cka(p: Float[Tensor, "positions width"], q: Float[Tensor, "positions 
 def overlap(first: Run, second: Run, *, by_energy: bool = False) -> Jackknifed:
     """Compute ‖VᵀV′‖_F²/k of both positional bases' k leading directions by layer, k the first one's rank.
 
-    With what it is without each group of contexts, which both runs read. `by_energy`: each of the first one's
-    directions counts by its squared singular value, so that those that sampling exchanges count little.
+    `by_energy`: each of the first one's directions counts by its squared singular value, so that those that sampling
+    exchanges count little.
     """
     ranks = _ranks(first)
     (one, shares), (two, _) = (_leading(run, ranks, by_energy) for run in (first, second))
@@ -477,13 +454,14 @@ def head_outputs(reference: Run, other: Run) -> Survival:
 def entropies(reference: Run, other: Run) -> Survival:
     """Compare the mean attention entropy of every head, and its share of the maximum."""
 
-    def numbers(run: Run) -> dict[str, Jackknifed]:
+    def units(run: Run) -> Units:
         entropy, of_heads = number_of(run, "heads", "entropy"), entropy_share(run)
         assert of_heads is not None  # a survey of a text has entropies
         share = torch.from_numpy(of_heads)
-        return {"value": entropy, "share": Jackknifed(share, entropy.without / (entropy.value / share))}
+        shares = Jackknifed(share, entropy.without / (entropy.value / share))
+        return Units(run.heads[HEAD], {"value": entropy, "share": shares})
 
-    joined = _joined((reference, other), "heads", HEAD, numbers)
+    joined = join(HEAD, units(reference), units(other))
     joined = joined.where(joined.table()["difference"].notna().to_numpy())
     sides = joined.numbers["share"]
     first, second = (side.value.numpy() for side in sides)
@@ -521,11 +499,8 @@ def head_types(reference: Run, other: Run) -> Survival:
     runs, tables, units = (reference, other), [], np.zeros(2, dtype=int)
     for role in ROLES:
         if any(role.column in run.heads for run in runs):
-            before, after = (
-                Units(run.heads[HEAD], {"value": _or_zero(number_of(run, "heads", role.column))})
-                for run in runs
-            )
-            joined = join(before, after, HEAD)
+            scores = ({"value": _or_zero(number_of(run, "heads", role.column))} for run in runs)
+            joined = join(HEAD, *(Units(run.heads[HEAD], of) for run, of in zip(runs, scores, strict=True)))
             units += [int((score.value >= role.threshold).sum()) for score in joined.numbers["value"]]
             of_role = by_halves(joined, role.threshold, _contexts(reference))
             of_role.insert(len(HEAD), "type", role.title)
@@ -550,7 +525,7 @@ def spectra(reference: Run, other: Run) -> Survival:
             run.heads[[*HEAD, "trace", "r", "regime"]], {"frobenius": Jackknifed.constant(norm, GROUPS)}
         )
 
-    table = join(units(reference), units(other), HEAD).table()
+    table = join(HEAD, units(reference), units(other)).table()
     table = table[table["frobenius_difference"].notna()].reset_index(drop=True)
     first, second = (table[f"frobenius_{side}"] for side in SIDES)
     before, after = first.to_numpy()[:, None], second.to_numpy()

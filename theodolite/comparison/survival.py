@@ -22,22 +22,22 @@ from theodolite.system.wording import counted, head_name, listed, number, percen
 from theodolite.theory.unbiased import Jackknifed, combined
 
 SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
-HALF = 0.5
-"""What survives retains at least this share (ours)."""
+HALF = 0.5  # what survives retains at least this share (ours)
 NEARLY_ALL = Criterion("at least", 0.9, "“keeps” read as: nine tenths are left (ours)")
 MORE_THAN_HARDLY_ANY = Criterion("more than", 0.1, "“loses” read as: a tenth is left, or less (ours)")
 BY_HALVES = "survives where at least half of that is left, and is lost where less is, each with the whole 95 % interval"
-"""The rule of halves in words (`statuses`)."""
-ABOVE_NOISE = "and more often than by twice its standard error"
-"""What a unit is besides, in words: one that few contexts show says nothing about the model."""
+ABOVE_NOISE = (
+    "and more often than by twice its standard error"  # one that few contexts show says nothing of the model
+)
 LEFT = Criterion("at least", 0.0, "ours")  # of what is left beyond the half that survives
 NAMED = 4  # units that a sentence names
 SIDES = ("before", "after")
 ENDS = (*SIDES, "difference", "se")
 
 Flags = npt.NDArray[np.bool_]
-Pair = tuple[Jackknifed, Jackknifed]
-"""A number of every unit before and after, and what it is without each group of contexts, the same in both runs."""
+Pair = tuple[
+    Jackknifed, Jackknifed
+]  # a number of every unit before and after, from the same groups of contexts
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,10 @@ class Joined:
         return self.rows.assign(**columns)
 
 
-def join(before: Units, after: Units, key: Sequence[str]) -> Joined:
-    """Join the units of two runs by key: every key of either. Numbers are 0 where a run lacks the key.
+def join(key: Sequence[str], before: Units, after: Units) -> Joined:
+    """Join the units of two runs by `key`, columns of both: every key of either. Numbers are 0 where a run lacks it.
 
-    Args:
-        key: columns of both; all others become `COLUMN_before` and `COLUMN_after`.
+    All other columns become `COLUMN_before` and `COLUMN_after`.
     """
     frames = []
     for units in (before, after):
@@ -170,9 +169,9 @@ class Survival:
         """The share of the reference's units that is left, over all: `paired`, or counted from their statuses.
 
         Then the interval goes from where all undecided ones are lost to where all of them survive, and what chance
-        would keep is taken off both the units and those that survive. Where units have weights, which ones there are
-        and what they weigh is itself known from these contexts only: the score test's interval of a share of so many
-        contexts at a limit of nine tenths (or of one) is added, √(0.9 · 0.1/n) with half a context (Yates).
+        would keep is taken off both the units and those that survive. What units weigh is itself known from these
+        contexts only: for that, the score test's interval of a share of so many contexts at nine tenths is added,
+        √(0.9 · 0.1/n) with half a context (Yates).
         """
         if self.paired is not None:
             return self.paired
@@ -199,10 +198,9 @@ class Survival:
         return part if part.exact else self
 
     def verdict(self, claim: str) -> Verdict:
-        """Judge whether the part survives, by the share that is left with its interval.
+        """Judge whether nearly all of the part is left, hardly any (it fails), or neither (in part).
 
-        It holds if nearly all of it is left, fails if hardly any is, and holds in part if neither. Where chance would
-        keep nearly all as well, nothing can be told.
+        Where chance would keep nearly all as well, nothing can be told.
         """
         if self.by_chance >= NEARLY_ALL.limit * max(self.of_reference, 1):
             return untestable(claim, f"by chance {self.by_chance:.1f} of {self.of_reference} would survive")
@@ -314,18 +312,12 @@ def established(numbers: Jackknifed, least: float | Floats) -> Flags:
 
 
 def statuses(pair: Pair, least: float | Floats, contexts: int = 0) -> dict[str, npt.NDArray[Any]]:
-    """Decide by the rule of halves which units survive.
+    """Decide by the rule of halves which units survive: the columns `status`, `contexts_needed` to decide it, `least`.
 
-    A unit of the reference has at least `least` before, which is above twice its standard error. It survives where at
-    least half of that is left, and is lost where less is, each with the whole interval of after − before/2; else it is
-    undecided. What is a unit after only is new where there was less than half of it before, with the whole interval,
-    else undecided.
-
-    Args:
-        contexts: that both runs read.
-
-    Returns:
-        the columns `status`, `contexts_needed` to decide it, and `least`, infinite where it is none of the reference.
+    A unit of the reference has at least `least` before, above twice its standard error; that of others is infinite. It
+    survives where at least half of that is left, and is lost where less is, each with the whole interval of
+    after − before/2; else it is undecided. What is a unit after only is new where there was less than half of it
+    before, with the whole interval, else undecided. `contexts`: that both runs read.
     """
     before, after = pair
     is_unit = established(before, least)
@@ -363,8 +355,5 @@ def with_directions(table: pd.DataFrame, kept: Flags, turned: Flags) -> pd.DataF
 
 
 def expected_by_chance(holds: Flags) -> float:
-    """Compute how many of N units survive by chance: Σ over pairs (i, j) of whether i before and j after match, over N.
-
-    This is the mean over all orders of what is after, exactly.
-    """
+    """Compute how many of N units survive in the mean over all orders of those after; `holds`: which pairs match."""
     return float(holds.sum()) / len(holds) if len(holds) else 0.0

@@ -1,7 +1,4 @@
-"""One prompt, read once for all heads: a head's attention, its sinks and the tokens that they catch, what it writes.
-
-Whole attention matrices and the streams of one context are kept here: for a prompt, not a corpus.
-"""
+"""One prompt, read once for all heads: a head's attention, its sinks and the tokens that they catch, what it writes."""
 
 from __future__ import annotations
 
@@ -28,22 +25,32 @@ UNCAUGHT = -1
 LEFT_OUT = -2
 
 
-@dataclass(frozen=True, eq=False)
-class PromptPass:
-    """One forward pass of a prompt of T tokens.
+class PromptPass(Hooks):
+    """One forward pass of a prompt of T tokens, which records it.
 
     Attributes:
         trailing: how many of the last ones are special tokens that the tokenizer puts behind a text.
-        streams: the residual stream by layer, (T, width) each, as the model has it.
+        streams: the residual stream by layer, as the model has it.
         layers: of each block that attends its attention inputs, its heads' outputs before W_O (1, T, H, value width),
             and what its sinks catch.
     """
 
-    ids: Int[Tensor, " positions"]
-    tokens: tuple[str, ...]
-    trailing: int
-    streams: list[Float[Tensor, "positions width"]]
-    layers: dict[int, tuple[AttentionInputs, Tensor, Catches]]
+    def __init__(self, model: OpenModel, ids: Int[Tensor, " positions"]) -> None:
+        self.ids, self.tokens = ids, tuple(token_texts(model, ids))
+        self.trailing = trailing_special_tokens(model.tokenizer, ids[None])
+        self.streams: list[Float[Tensor, "positions width"]] = []
+        self.layers: dict[int, tuple[AttentionInputs, Tensor, Catches]] = {}
+
+    def stream(self, layer: int, hidden: Tensor) -> None:
+        """Record the residual stream."""
+        refuse_nonfinite_stream(layer, hidden)
+        self.streams.append(hidden[0].to("cpu", copy=True))
+
+    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
+        """Record a block's attention, and return its own output."""
+        output, (catches,) = attend_and_catch(inputs, local_sinks=True, trailing=self.trailing)
+        self.layers[layer] = inputs, output, catches.to(torch.device("cpu"))
+        return output
 
     def written(self, model: OpenModel, layer: int, head: int) -> Float[Tensor, "positions width"]:
         """Compute what a head adds to the residual stream, through W_O, in float64.
@@ -59,7 +66,7 @@ class PromptPass:
 class Sink:
     """A sink of a head: its position (−1: a learned column), the mean attention to it, how many tokens it catches.
 
-    `local`: whether it is a local sink, which dominates a contiguous span without enough attention on average.
+    `local`: it dominates a contiguous span without enough attention on average.
     """
 
     position: int
@@ -101,12 +108,10 @@ class PromptTrace:
 
     Attributes:
         attention: of the head; a row sums to less than 1 where a learned column takes the rest.
-        output: of the head in the residual stream, through W_O.
-        value: of every key in the residual stream, through W_O.
-        received: attention that each key gets, mean over the queries that see it, largest over the heads of a layer; 0
-            where too few queries see it for a sink.
+        output, value: of the head, and of every key, in the residual stream, through W_O.
+        received: as of `HeadView`, largest over the heads of a layer; 0 where too few queries see the key for a sink.
         sinks: positions of the head's sinks, local ones among them; −1 for a learned column.
-        group: of each token the sink that caught it (an index into `sinks`), `UNCAUGHT`, or `LEFT_OUT`.
+        group: as of `HeadView`.
     """
 
     ids: Int[Tensor, " positions"]
@@ -121,31 +126,13 @@ class PromptTrace:
     group: Int[Tensor, " positions"]
 
 
-class _PromptTap(Hooks):
-    """Record the streams of one forward pass, and each layer's attention inputs, output and catches."""
-
-    def __init__(self, trailing: int) -> None:
-        self.trailing = trailing
-        self.streams: list[Tensor] = []
-        self.layers: dict[int, tuple[AttentionInputs, Tensor, Catches]] = {}
-
-    def stream(self, layer: int, hidden: Tensor) -> None:
-        refuse_nonfinite_stream(layer, hidden)
-        self.streams.append(hidden[0].to("cpu", copy=True))
-
-    def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
-        output, (catches,) = attend_and_catch(inputs, local_sinks=True, trailing=self.trailing)
-        self.layers[layer] = inputs, output, catches.to(torch.device("cpu"))
-        return output
-
-
 @measures("model")
 def read_prompt(model: OpenModel, ids: Int[Tensor, " positions"]) -> PromptPass:
     """Run the model on a prompt; `WorkError` where its hidden states are NaN or infinite."""
-    tap = _PromptTap(trailing_special_tokens(model.tokenizer, ids[None]))
-    with hooked(model, tap):
+    read = PromptPass(model, ids)
+    with hooked(model, read):
         model.forward(ids[None])
-    return PromptPass(ids, tuple(token_texts(model, ids)), tap.trailing, tap.streams, tap.layers)
+    return read
 
 
 @known_state()
@@ -155,7 +142,13 @@ def head_view(read: PromptPass, layer: int, head: int) -> HeadView:
     with torch.inference_mode():
         weights, visible, received = (of[0] for of in attention_paid(inputs.of_heads([head])))
     has_column = inputs.sink is not None
-    rows = (catches.head == head).nonzero().flatten().tolist()
+    own = catches.head == head
+    of_sinks = (
+        catches.position[own],
+        catches.received[own],
+        catches.caught[own].sum(dim=1),
+        catches.local[own],
+    )
     return HeadView(
         layer=layer,
         head=head,
@@ -163,15 +156,7 @@ def head_view(read: PromptPass, layer: int, head: int) -> HeadView:
         attention=weights.masked_fill(~visible, torch.nan).numpy(),
         learned=(1 - weights.sum(dim=-1)).numpy() if has_column else np.zeros(len(weights)),
         received=received.numpy(),
-        sinks=tuple(
-            Sink(
-                position=int(catches.position[row]),
-                received=float(catches.received[row]),
-                caught=int(catches.caught[row].sum()),
-                local=bool(catches.local[row]),
-            )
-            for row in rows
-        ),
+        sinks=tuple(Sink(*of_sink) for of_sink in zip(*(of.tolist() for of in of_sinks), strict=True)),
         group=_groups(read, catches, head).numpy(),
     )
 
@@ -183,10 +168,7 @@ def trace_prompt(
     """Trace one head's catch, tag and release on a prompt.
 
     Args:
-        model: from `open_model`.
-        ids: the prompt's tokens.
-        layer, head: which; None: the head whose sinks divide the prompt most evenly, by its attention alone, so that
-            what it writes is not what it was chosen by.
+        layer, head: which; None: the head whose sinks divide the prompt most evenly, by its attention alone.
 
     Raises:
         UsageError: no such layer or head, a prompt that the model cannot read, or one on which no head has a sink.
@@ -238,11 +220,9 @@ def attention_paid(
     Bool[Tensor, "heads_or_1 queries keys"],
     Float[Tensor, "heads keys"],
 ]:
-    """Compute all attention weights of one context, in float64 on the CPU.
+    """Compute all attention weights of one context, in float64; tell which keys a query sees, and what each receives.
 
-    Returns:
-        the weights; which keys a query sees; and what each key receives on average from the queries that see it, NaN
-        where too few do for a sink.
+    That is on average from the queries that see the key; NaN where too few do for a sink. On the CPU.
     """
     exact = replace(inputs, query=inputs.query.double(), key=inputs.key.double())
     logits = exact.logits()

@@ -70,11 +70,9 @@ def decompose(h: Tensor) -> Decomposition:
     """
     if h.ndim != 3 or 0 in h.shape:
         raise UsageError(f"h has shape {tuple(h.shape)}: give non-empty (contexts, positions, width)")
-    h = h.double()
-    mean = h.mean((0, 1))
-    pos = h.mean(0) - mean
-    ctx = h.mean(1) - mean
-    return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=h - mean - pos - ctx[:, None])
+    position_mean = h.double().mean(0)
+    mean = position_mean.mean(0)
+    return decompose_around(h, mean, position_mean - mean, leading=0)
 
 
 def decompose_around(h: Tensor, mean: Tensor, pos: Tensor, leading: int = 1) -> Decomposition:

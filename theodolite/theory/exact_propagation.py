@@ -85,21 +85,20 @@ def propagation_exact(
     eigenvalues above thousands of small ones whose sum is far from zero.
 
     Args:
-        eigenvalues: w, (..., d), those of W = W_QK Σ; zeros may be left out. Not divided by the temperature.
-        length: T ≥ 1.
-        temperature: λ > 0.
+        eigenvalues: w, those of W = W_QK Σ; zeros may be left out. Not divided by the temperature.
+        length, temperature: T and λ.
 
     Raises:
-        UsageError: `length` is below 1, the temperature is not positive, or the eigenvalues are complex or no tensor.
+        UsageError: T is below 1, λ not positive, or the eigenvalues are complex or no tensor.
     """
     check_length(length)
     check_real("eigenvalues", eigenvalues, "give those of the symmetric part")
     scaled = eigenvalues.double() / checked_temperature(temperature, eigenvalues.device)[..., None]
     heads = scaled.shape[:-1]
-    curves = [_symmetric_curve(head, length) for head in scaled.reshape(math.prod(heads), scaled.shape[-1])]
-    if not curves:
-        return scaled.new_zeros(*heads, length)
-    return torch.stack(curves).reshape(*heads, length)
+    result = scaled.new_zeros(math.prod(heads), length)
+    for curve, head in zip(result, scaled.reshape(len(result), scaled.shape[-1]), strict=True):
+        curve[:] = _symmetric_curve(head, length)
+    return result.reshape(*heads, length)
 
 
 def _symmetric_curve(eigenvalues: Tensor, length: int) -> Tensor:
@@ -174,20 +173,14 @@ def _along_context(curve: Curve, length: int, device: torch.device) -> Tensor:
             finer = torch.empty_like(nodes)
             finer[::2], finer[1::2] = values, curve(nodes[1::2])
             values = finer
-        coefficients = _chebyshev_coefficients(values)
+        # Of the interpolant through values at cos(πk/n), k = 0 … n.
+        coefficients = torch.fft.rfft(torch.cat([values, values[1:-1].flip(0)])).real / degree
+        coefficients[[0, -1]] /= 2
         if coefficients[-(degree // 4) :].abs().max() < _TOLERANCE:
             angles = ((positions - middle) / half).clamp(-1, 1).acos()
             return ((angles[:, None] * order).cos() @ coefficients).clamp(0, 1)
         degree *= 2
     return curve(positions)
-
-
-def _chebyshev_coefficients(values: Tensor) -> Tensor:
-    """Compute coefficients of the interpolant through values at cos(πk/n), k = 0 … n."""
-    degree = len(values) - 1
-    spectrum = torch.fft.rfft(torch.cat([values, values[1:-1].flip(0)])).real / degree
-    spectrum[[0, -1]] /= 2
-    return spectrum
 
 
 def probability_between(
@@ -210,9 +203,9 @@ def probability_between(
     which e^(K(s) − sx) falls exponentially; the midpoint rule in u then converges geometrically.
 
     Args:
-        weights: μ, (n, K); any sign, zeros allowed. A row of zeros is the constant Q = 0. NaN gives NaN.
-        counts: degrees of freedom m of each column, (K,). They may be fractions, of either sign, as long as
-            φ stays a characteristic function (quadratures over many weights are such).
+        weights: μ, (n, K); any sign. A row of zeros is the constant Q = 0. NaN gives NaN.
+        counts: degrees of freedom m of each column, (K,); fractions of either sign, as long as φ stays a
+            characteristic function (quadratures over many weights are such).
         low, high: (n,), low ≤ high; infinite ends are allowed.
     """
     size = weights.abs().amax(-1)

@@ -17,8 +17,6 @@ from jaxtyping import Bool, Float
 from scipy.special import ndtri, stdtrit  # `scipy.stats` has them too, and takes long to start
 from torch import Tensor
 
-from theodolite.errors import UsageError
-
 MAD_TO_SD = 1.4826  # 1/Φ⁻¹(3/4): a normal variable's standard deviation over its median absolute deviation
 MAD_EFFICIENCY = (
     0.3675  # it is as noisy as the standard deviation of so many fewer values (Rousseeuw & Croux 1993)
@@ -46,9 +44,6 @@ class Thresholds:
         massive, massive_ratio: a massive activation is above this |x|, and above so many times the median magnitude
             of its context in its layer (Sun et al. 2024).
         level: of the rules from data: the share of healthy layers in which they may find something.
-
-    Raises:
-        UsageError: one of them is not above 0, or a share is above 1.
     """
 
     outlier: float = 6.0
@@ -57,13 +52,6 @@ class Thresholds:
     massive: float = 100.0
     massive_ratio: float = 1000.0
     level: float = 0.01
-
-    def __post_init__(self) -> None:
-        shares = ("outlier_tokens", "outlier_layers", "level")
-        for name, value in vars(self).items():
-            if not 0 < value < math.inf or (name in shares and value > 1):
-                allowed = "above 0 and at most 1" if name in shares else "above 0"
-                raise UsageError(f"threshold {name} is {value}: it must be {allowed}")
 
 
 def massive_activations(

@@ -30,12 +30,8 @@ def propagation(
     docs/errata.md. Both are for a symmetric W: give `xi_symmetric` and `eta_symmetric` for a real head.
     Differentiable in θ, ξ and η where η > 0.
 
-    Args:
-        theta: (positions,), in [0, 1].
-        xi, eta: shapes that broadcast to (...); η ≥ 0. NaN gives NaN.
-
     Raises:
-        UsageError: unknown variant, or a negative η.
+        UsageError: unknown variant, or a negative η; NaN gives NaN.
     """
     if not holds(~(eta.detach() < 0)):
         least = eta.detach().nan_to_num(torch.inf).min().item()
@@ -61,8 +57,8 @@ def propagation_finite(
 ) -> Float64[Tensor, "*heads {length}"]:
     """Compute ρ_1 … ρ_T from the exact first two moments of s_i at finite T, for any W_QK (symmetric or not).
 
-    s_i = u W_QKᵀ vᵀ/λ + 1/T with u = Σ_t a_t x_t, a = e_i/T − 1/T², and v = x_T. For tokens that walk with
-    steps of covariance Σ, cov(u) = s_aa Σ, cov(v) = s_bb Σ and cov(u, v) = s_ab Σ, so (Isserlis)
+    For tokens that walk with steps of covariance Σ, s_i = u W_QKᵀ vᵀ/λ + 1/T of u = Σ_t a_t x_t, a = e_i/T − 1/T², and
+    v = x_T has cov(u) = s_aa Σ, cov(v) = s_bb Σ and cov(u, v) = s_ab Σ, so (Isserlis)
 
         E s_i   = s_ab tr W / λ + 1/T
         Var s_i = (s_aa s_bb ‖Σ^½ W_QK Σ^½‖_F² + s_ab² tr W²) / λ²
@@ -79,11 +75,10 @@ def propagation_finite(
 
     Args:
         trace, form_squared, trace_of_square: fields of `QKMoments`.
-        length: T ≥ 1.
-        temperature: λ > 0.
+        length, temperature: T and λ.
 
     Raises:
-        UsageError: `length` is below 1, or the temperature is not positive.
+        UsageError: T is below 1, or λ not positive.
     """
     check_length(length)
     positions = torch.arange(1, length + 1, dtype=torch.float64, device=trace.device)
@@ -103,14 +98,10 @@ def propagation_finite(
 def propagation_of_draws(
     variance: Float[Tensor, "*heads"], keys: int | float | Real[Tensor, "*#heads"]
 ) -> Float64[Tensor, "*heads"]:
-    """Compute ρ where keys are drawn without regard to the query and to their place: the same for every key.
+    """Compute ρ where keys are drawn without regard to the query and to their place: the same for each of T keys.
 
-    s = (ω − mean ω + 1)/T of a logit ω has mean 1/T; it is taken as Gaussian. Unlike those of Assumption 1 of Bao et
-    al. 2024, logits do not grow with position.
-
-    Args:
-        variance: of a query's logits, temperature included: tr(E[q qᵀ] Cov(k)) scaling² for independent q and k.
-        keys: T, how many the query sees.
+    s = (ω − mean ω + 1)/T of a logit ω has mean 1/T; it is taken as Gaussian. `variance`: of a query's logits,
+    temperature included: tr(E[q qᵀ] Cov(k)) scaling² for independent q and k.
     """
     spread = variance.double().clamp_min(0).sqrt() + 0.0  # Adding 0 makes −0 a 0, whose reciprocal is +∞.
     alone = torch.as_tensor(keys) <= 1

@@ -60,9 +60,6 @@ def regime(xi: Numbers, eta: Numbers) -> np.ndarray:
     Decided in this order: vanishing, uniform, then the site where the curve stands. A head with zero logits (η = 0,
     ξ NaN) is uniform; any other NaN gives `UNDEFINED`. Use the moments of the symmetric part: they are always defined.
 
-    Args:
-        xi, eta: numbers, numpy arrays or tensors that broadcast to one shape, for example (L, H); η ≥ 0 or NaN.
-
     Raises:
         UsageError: an η is negative.
     """

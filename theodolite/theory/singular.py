@@ -44,8 +44,7 @@ def screenot(matrix: Tensor, k: int = 20) -> ScreeNOT:
     is raised to it, so that a matrix of exact low rank has that rank.
 
     Args:
-        matrix: (..., n, m).
-        k: an upper bound on the signal's rank; 2k + 1 must be below min(n, m) (any k = 0 will do).
+        k: an upper bound on the signal's rank; 2k + 1 must be below min(n, m), or k 0.
 
     Raises:
         UsageError: k is negative or too large for the matrix; the message says what fits.
@@ -61,11 +60,7 @@ def screenot(matrix: Tensor, k: int = 20) -> ScreeNOT:
 
 
 def screenot_of_values(values: Float[Tensor, "*batch size"], shape: tuple[int, int], k: int) -> ScreeNOT:
-    """Compute `screenot` from the singular values of (n, m) matrices, decreasing and exact to float64's rounding.
-
-    In units of the noise's edge the root of y D′(y)/D(y) = −4 lies in (1, √3]: y φ′/φ is a weighted mean of
-    −(y² + z²)/(y² − z²) ≥ −2 at y = √3, and y D′/D one of 2 y φ′/φ and y φ′/φ − 1. Without noise it is 0.
-    """
+    """Compute `screenot` from the singular values of (n, m) matrices, decreasing and exact to float64's rounding."""
     noise, ratio = values.double(), min(shape) / max(shape)
     if k:  # the k leading values are imputed from the next k + 1
         outer, inner = noise[..., k, None], noise[..., 2 * k, None]
@@ -74,6 +69,8 @@ def screenot_of_values(values: Float[Tensor, "*batch size"], shape: tuple[int, i
         noise = torch.cat([outer + excess * (outer - inner), noise[..., k:]], dim=-1)
     edge = noise[..., 0]
     squares = (noise / torch.where(edge > 0, edge, 1.0)[..., None]).square()
+    # In units of the noise's edge the root lies in (1, √3]: y φ′/φ is a weighted mean of −(y² + z²)/(y² − z²) ≥ −2 at
+    # y = √3, and y D′/D one of 2 y φ′/φ and y φ′/φ − 1. Without noise it is 0.
     low, high = torch.ones_like(edge), torch.full_like(edge, math.sqrt(3))
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -117,15 +114,9 @@ def largest_singular_value(
     tolerance·σ; the error of σ is then of second order in the tolerance. No gradient.
 
     Args:
-        x: (..., T, d). NaN or infinite entries give NaN.
-        tolerance: relative residual.
-        iterations: most steps, two passes over x each; also at most min(T, d).
-
-    Raises:
-        UsageError: fewer than two dimensions, or an empty matrix.
+        x: NaN or infinite entries give NaN.
+        iterations: most steps, two passes over x each.
     """
-    if x.ndim < 2 or 0 in x.shape[-2:]:
-        raise UsageError(f"x has shape {tuple(x.shape)}: give non-empty (..., T, d)")
     x = x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().float()
     # The rows are summed by weights that start the process: the mean row, which hidden states lean to, and ten per cent
     # of seeded noise, which keeps every direction in play where the mean is zero or another singular vector.

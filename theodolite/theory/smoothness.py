@@ -40,11 +40,8 @@ def dct2(
 ) -> Float64[Tensor, "*batch row_frequencies column_frequencies"]:
     """Transform the last two dimensions by the orthonormal type-II DCT: Ĝ = F G Fᵀ.
 
-    F[s, t] = c_s cos(π s (t + ½)/T) for s, t counted from 0, c_0 = √(1/T), c_s = √(2/T).
-
-    Args:
-        gram: (..., T, T); a rectangular matrix is transformed along each side.
-        frequencies: only the lowest so many of each side, O(frequencies·T²) in place of O(T³); None: all.
+    F[s, t] = c_s cos(π s (t + ½)/T) for s, t counted from 0, c_0 = √(1/T), c_s = √(2/T). `frequencies`: only the lowest
+    so many of each side, O(frequencies·T²) in place of O(T³); None: all.
     """
     rows, columns = (_dct_matrix(size, frequencies, gram.device) for size in gram.shape[-2:])
     return rows @ gram.double() @ columns.mT
@@ -55,13 +52,8 @@ def low_frequency_ratio(
 ) -> Float64[Tensor, "*batch cutoffs"]:
     """Compute the share of the energy Σ Ĝ² in the K×K lowest frequencies, for each cutoff K: (..., len(cutoffs)).
 
-    The ratio of Tables 2 and 3 of Song & Zhong 2024. F is orthogonal, so the whole energy is that of G. A
-    cutoff beyond the size gives 1; the zero matrix has no shares and gives NaN.
-
-    Raises:
-        UsageError: no cutoff, or one below 1.
+    The ratio of Tables 2 and 3 of Song & Zhong 2024. A cutoff beyond the size gives 1; the zero matrix NaN.
     """
-    _check_cutoffs(cutoffs)
     gram = gram.double()
     lowest = _corner_energies(dct2(gram, max(cutoffs)), cutoffs)
     return lowest / gram.square().sum((-2, -1))[..., None]
@@ -77,11 +69,7 @@ def product_low_frequency_ratio(
 
     The low frequencies are those of (F_K A)(F_K B)ᵀ, the whole energy is ‖A Bᵀ‖_F² = ⟨AᵀA, BᵀB⟩. With a `grid`, whose
     positions the rows of both are, the lowest are K² on either side: Σ over r, c, r', c' < K of Ĝ²[(r, c), (r', c')].
-
-    Raises:
-        UsageError: no cutoff, or one below 1.
     """
-    _check_cutoffs(cutoffs)
     left, right = left.double(), right.double()
     most = max(cutoffs)
     low_left, low_right = lowest_frequencies(left, most, grid), lowest_frequencies(right, most, grid)
@@ -134,11 +122,6 @@ def sinusoidal(length: int, width: int) -> Float64[Tensor, "length width"]:
     exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
     angle = torch.arange(length, dtype=torch.float64)[:, None] / 10000**exponent
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
-
-
-def _check_cutoffs(cutoffs: Sequence[int]) -> None:
-    if not cutoffs or min(cutoffs) < 1:
-        raise UsageError(f"cutoffs are {tuple(cutoffs)}: give one or more positive numbers")
 
 
 def _corner_energies(spectrum: Tensor, cutoffs: Sequence[int]) -> Tensor:
