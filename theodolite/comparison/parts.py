@@ -199,7 +199,6 @@ def tags(reference: Run, other: Run) -> Survival:
         table,
         Change("mean η² in the head's output", *means),
         weight="tagged_before",
-        directions="cosine",
         contexts=_contexts(reference),
     )
 
@@ -326,7 +325,6 @@ def positions(reference: Run, other: Run) -> Survival:
             f"{number(chance_overlap(reference), 2)})",
             f"similarity of its Gram matrix (linear CKA) {number(table['curve'].mean(), 2)}",
         ),
-        directions="overlap",
         contexts=_contexts(reference),
     )
 

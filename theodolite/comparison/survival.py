@@ -141,7 +141,6 @@ class Survival:
     further: tuple[Verdict, ...] = ()  # verdicts on more than what survives
     contexts: int = 0  # that the units' errors rest on; 0: none are known, so that the part is not decided
     certain: bool = False  # no other text would say anything else: spectra of weights, or one model twice
-    directions: str = ""  # the column that is 1 where a unit's directions are as they were
 
     def count(self, status: str) -> int:
         """Count the units with this status."""
@@ -215,9 +214,8 @@ class Survival:
     @property
     def exact(self) -> bool:
         """True if nothing differs at all."""
-        turned = bool(self.directions) and (self.table[self.directions] < 1 - 1e-6).any()
         differences = self.table.filter(regex="difference$").fillna(0)
-        return not turned and self.count(SURVIVED) == len(self.table) and not differences.any(axis=None)
+        return self.count(SURVIVED) == len(self.table) and not differences.any(axis=None)
 
     @property
     def sentence(self) -> str:
@@ -252,7 +250,7 @@ class Survival:
             name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
             name += f" as {row['type'].removesuffix(' head')}" if "type" in row else ""
             ends = [number(row[side]) for side in SIDES if side in row]
-            turned = f", {self.directions} {number(row[self.directions])}" if self.directions else ""
+            turned = f", cosine {number(row['cosine'])}" if "cosine" in row else ""
             names.append(f"{name} ({' → '.join(ends)}{turned})" if ends else name)
         return names
 

@@ -46,14 +46,13 @@ class Outliers:
     Attributes:
         layers: one row per residual layer. published, adaptive: outlier dimensions by each rule; massive_published,
             massive_adaptive: dimensions that carry a massive activation anywhere, position 0 included; tokens,
-            tokens_first, tokens_last: share of the tokens that carry one, after position 0, at it, and of the special
-            tokens that end every context ([SEP]), which count as no other token.
+            tokens_first: share of the tokens after position 0, and at it, that carry one. Special tokens that end
+            every context ([SEP]) count as no token.
         dimensions: one row for each layer and dimension, positions 1 … T−1. share: of the tokens with |x| ≥ 6; rms,
-            rms_ratio: and over the median dimension's; typical_ratio: the same of exp E ln |x|; consistency:
-            that over the RMS, 0.53 for Gaussian numbers; z, rms_z: robust, of the logarithms of both; maximum,
-            maximum_first, maximum_last: largest |x|; published, adaptive: which rule finds an outlier dimension;
-            large_rms: the rule from data with the RMS in place of the typical magnitude; massive: carries a massive
-            activation by either rule, after position 0.
+            rms_ratio: and over the median dimension's; consistency: exp E ln |x| over the RMS, 0.53 for Gaussian
+            numbers; z: robust, of E ln |x|; maximum, maximum_first: largest |x|, after position 0 and at it;
+            published, adaptive: which rule finds an outlier dimension; large_rms: the rule from data with the RMS in
+            place of the typical magnitude; massive: carries a massive activation by either rule, after position 0.
         massive: one row for each layer, dimension and token, at position 0 (`first`) or after it. contexts; places:
             values; published, adaptive: how many of these are massive by each rule; mean, extreme (the largest in
             size) of the values; position: mean.
@@ -189,7 +188,7 @@ def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_laye
     share = state["outlier"] / later
     # Of all parts of a layer together, so that the level is that of a layer.
     level = thresholds.level / parts
-    (z, adaptive), (rms_z, large_rms) = (outlier_dimensions(size, level) for size in (typical, rms))
+    (z, adaptive), (_, large_rms) = (outlier_dimensions(size, level) for size in (typical, rms))
     published = (
         outlier_features(share[:, 0], thresholds)[:, None]
         if across_layers
@@ -199,10 +198,8 @@ def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_laye
         "share": share,
         "rms": rms,
         "rms_ratio": rms / rms.median(-1, keepdim=True).values,
-        "typical_ratio": typical / typical.median(-1, keepdim=True).values,
         "consistency": typical / rms,
         "z": z,
-        "rms_z": rms_z,
         "maximum": state["maximum"],
         "maximum_first": state["maximum_first"],
         "published": published,
@@ -210,8 +207,6 @@ def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_laye
         "large_rms": large_rms,
         "massive": state["published"] + state["adaptive"] > 0,
     }
-    if "maximum_last" in state:
-        columns["maximum_last"] = state["maximum_last"]
     places = np.indices((layers, parts, width)).reshape(3, -1)
     index = dict(zip(("layer", "head", "dimension"), places, strict=True))
     return pd.DataFrame(index | {name: value.flatten().numpy() for name, value in columns.items()})
@@ -226,8 +221,6 @@ def _layers(state: State, dimensions: pd.DataFrame, contexts: int, later: int, t
         counts[f"massive_{rule}"] = anywhere.sum((1, 2)).numpy()
     counts["tokens"] = (state["massive_tokens"] / later).numpy()
     counts["tokens_first"] = (state["massive_tokens_first"] / contexts).numpy()
-    if trailing:
-        counts["tokens_last"] = (state["massive_tokens_last"] / (contexts * trailing)).numpy()
     return counts
 
 
