@@ -523,7 +523,10 @@ NAN = torch.full((WIDTH,), torch.nan)
     [
         (lambda m: ablate_direction(m, 3, 0, _direction()), "layer 3 does not exist: .* layers 0 to 2"),
         (lambda m: ablate_direction(m, 0, 4, _direction()), "head 4 does not exist: .* heads 0 to 3"),
-        (lambda m: ablate_direction(m, 0, 0, torch.ones(31)), r"shape \(31,\): it must have the model's width 32"),
+        (
+            lambda m: ablate_direction(m, 0, 0, torch.ones(31)),
+            r"shape \(31,\): it must have the model's width 32",
+        ),
         (lambda m: ablate_direction(m, 0, 0, NAN), "be finite and not zero"),
         (lambda m: ablate_direction(m, 0, 0, _unwritten(m)), "head 0 of layer 0 writes nothing along"),
         (lambda m: ablate_direction(m, 0, 0, _direction(), queries=[-2]), "query position -2 does not exist"),

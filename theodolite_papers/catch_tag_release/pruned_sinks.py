@@ -37,9 +37,9 @@ from theodolite.report.drawing import prompt as drawing
 from theodolite.report.drawing.compare import parallel_map
 from theodolite.report.drawing.grammar import dots
 from theodolite.sinks.interventions import without_low_rank
-from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite.system.wording import head_name, shown_token, with_error
 from theodolite.theory.unbiased import ratio
+from theodolite_papers.catch_tag_release.prompt_trace import PromptTrace, trace_prompt
 from theodolite_papers.experiment import Outcome, Study, declared
 
 METHODS = {"oats": "OATS", "wanda": "Wanda", "sparsegpt": "SparseGPT", "magnitude": "magnitude"}
