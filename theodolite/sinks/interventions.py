@@ -25,6 +25,7 @@ from theodolite.models.doors.answers import Answer
 from theodolite.models.doors.taps import intervened
 from theodolite.models.guard import guarded
 from theodolite.models.weights.weight_map import Projection, find_projections, replaced
+from theodolite.theory.singular import by_gram_matrix
 
 Positions = int | Sequence[int] | Tensor
 """Positions from 0 on, the same in all contexts; or a bool tensor (contexts, positions), one context for all."""
@@ -301,15 +302,12 @@ def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[s
 def _leading_factors(
     matrix: Float64[Tensor, "features width"], rank: int, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Factor the leading part of an SVD: the projection on its leading singular vectors on the shorter side."""
+    """Factor the leading part of an SVD."""
     most = min(matrix.shape)
     if not 1 <= rank <= most:
         raise UsageError(f"rank {rank} is not between 1 and {most}, the rank of W_{name.upper()}")
-    if matrix.shape[0] < matrix.shape[1]:
-        vectors = torch.linalg.eigh(matrix @ matrix.T).eigenvectors[:, -rank:]
-        return vectors, vectors.T @ matrix
-    vectors = torch.linalg.eigh(matrix.T @ matrix).eigenvectors[:, -rank:]
-    return matrix @ vectors, vectors.T
+    _, directions = by_gram_matrix(matrix, rank)
+    return matrix @ directions, directions.T
 
 
 def _checked_factors(factors: tuple[Tensor, Tensor], matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
