@@ -410,10 +410,12 @@ def test_what_an_audit_says_and_gives(pair):
         "Audit of b against a: In part: sinks (60\u00a0% at the same places), tags (3 of 5)"
     )
     assert str(audit).splitlines()[1].startswith("sinks: 3 of 5")
-    sinks = audit.part("sinks")
-    assert [sinks.count(status) for status in ("survived", "lost", "new", "undecided")] == [3, 2, 0, 0]
+    counts = audit.tables["parts"].set_index("part")
+    assert counts.loc["sinks", ["survived", "lost", "new", "undecided"]].tolist() == [3, 2, 0, 0]
+    assert counts.loc["sinks", "left"] == pytest.approx(3 / 5)
     assert set(audit.tables) == {
         "overview",
+        "parts",
         "loss",
         *(part.name.replace(" ", "_") for part in audit.parts),
     }

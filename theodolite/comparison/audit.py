@@ -19,7 +19,7 @@ import theodolite.comparison.parts as parts_of
 from theodolite.comparison.outputs import Loss, loss
 from theodolite.comparison.parts import HEAD, mean_of, number_of
 from theodolite.comparison.parts import OUTPUTS as HEAD_OUTPUTS
-from theodolite.comparison.survival import LOST, SURVIVED, Change, Survival
+from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Change, Survival
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
@@ -110,10 +110,16 @@ class Audit:
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """`overview`, `loss`, and each part's own table, with underscores."""
+        """`overview`, `parts` (the counts of each part), `loss`, and each part's own table, with underscores."""
+        counts = [
+            {"part": part.name, "answer": part.answer}
+            | {status: part.count(status) for status in (SURVIVED, LOST, NEW)}
+            | {UNDECIDED: part.undecided, "by_chance": part.by_chance, "left": part.family.value}
+            for part in self.parts
+        ]
         loss = {} if self.loss is None else {"loss": pd.DataFrame([vars(self.loss)])}
         of_parts = {part.name.replace(" ", "_"): part.table for part in self.parts}
-        return {"overview": self.overview} | loss | of_parts
+        return {"overview": self.overview, "parts": pd.DataFrame(counts)} | loss | of_parts
 
     @property
     def overview(self) -> pd.DataFrame:
