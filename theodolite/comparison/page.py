@@ -85,7 +85,7 @@ def _verdicts(audit: Audit, explain: bool) -> list[Verdict]:
     return [replace(whole, evidence=audit.summary), *parts, *audit.further]
 
 
-FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
+FIGURES: dict[str, Callable[..., go.Figure]] = {
     "sinks": partial(drawing.scatter, shown=drawing.SINK_DOTS),
     "tags": partial(drawing.scatter, shown=drawing.TAG_DOTS),
     OUTPUTS: partial(drawing.scatter, shown=drawing.OUTPUT_DOTS),

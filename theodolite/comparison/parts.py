@@ -103,7 +103,7 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
     criterion = (
         f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts, {ABOVE_NOISE}; it {BY_HALVES}"
     )
-    paired = places and kept_places(*places)
+    paired = None if places is None else kept_places(*places)
     if paired is not None:
         criterion += "; all of them together by the share that is at the same place of the same context"
         details.insert(0, f"at the same place of the same context: {paired}")
@@ -172,8 +172,8 @@ def tags(reference: Run, other: Run) -> Survival:
         [_rows(run.arrays[name], joined.rows[f"row_{side}"]) for run, side in zip(runs, SIDES, strict=True)]
         for name in ("tag_direction", "tag_by_group")
     )
-    cosine = directions_kept(*groups)
-    plain = torch.cosine_similarity(*directions, dim=1, eps=0)
+    cosine = directions_kept(groups[0], groups[1])
+    plain = torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0)
     kept, turned, _ = decided(ALONG, cosine)
     table = joined.table().drop(columns=["row_before", "row_after"])
     table = table.fillna({"tagged_before": 0.0, "tagged_after": 0.0}).assign(

@@ -230,8 +230,9 @@ class Exclusions:
 
 def _rule(kind: Kind, row: Any, share: float, **more: Any) -> Rule:
     """Make a rule about the head or dimension of a row."""
-    place = "head" if kind == "sink" else "dimension"
-    return Rule(kind, int(row.layer), **{place: int(getattr(row, place))}, share=float(share), **more)
+    part = "head" if kind == "sink" else "dimension"
+    more[part] = int(getattr(row, part))
+    return Rule(kind, int(row.layer), share=float(share), **more)
 
 
 def _token_rules(
