@@ -124,7 +124,7 @@ def _sinks_of(run: Run) -> Units:
     """List a survey's sinks; those at position 0 are one, whatever the token."""
     rows = run.sinks.assign(kind=np.where(run.sinks["first"].astype(bool), "first", "later"))
     rows.loc[rows["kind"] == "first", ["token_id", "token"]] = (-1, "")
-    groups = rows.groupby(SINK, sort=False)
+    groups = rows.groupby(SINK, sort=False, dropna=False)
     place, units = torch.from_numpy(groups.ngroup().to_numpy(copy=True)), groups.ngroups
 
     def summed(shares: Tensor) -> Tensor:
