@@ -121,7 +121,7 @@ def test_a_join_has_every_key_of_either_table_once():
         values = torch.tensor(list(rows.values()), dtype=torch.float64)
         return Units(frame, {"value": Jackknifed(values, values + torch.arange(8)[:, None])})
 
-    both = join(units(before), units(after), key)
+    both = join(key, units(before), units(after))
     table = both.table()
     assert list(table[key].itertuples(index=False, name=None)) == sorted({*before, *after})
     for place, row in enumerate(table.to_dict("records")):
@@ -132,7 +132,7 @@ def test_a_join_has_every_key_of_either_table_once():
             np.testing.assert_array_equal(side.without[3, place], number + 3 * is_there)
         assert (row["text_before"] == "text") == ((row["layer"], row["kind"]) in before)
     empty = Units(units(after).rows.iloc[:0].astype(object), {"value": units(after).numbers["value"][[]]})
-    none = join(units(before), empty, key).table()
+    none = join(key, units(before), empty).table()
     assert none["after"].eq(0).all()
     assert none["text_after"].isna().all()
 

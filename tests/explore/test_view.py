@@ -18,7 +18,8 @@ from theodolite.explore.subject import prompt_ids
 from theodolite.models import open_model
 from theodolite.models.open import sharing_weights
 from theodolite.passes.survey import survey, survey_heads
-from theodolite.sinks.prompt import LEFT_OUT, read_prompt, trace_prompt
+from theodolite.sinks.prompt import LEFT_OUT, read_prompt
+from theodolite_papers.catch_tag_release.prompt_trace import trace_prompt
 
 FAMILIES = ["gpt2", "llama3", "gpt_oss", "bloom", "gemma2", "bert", "qwen3"]
 

@@ -25,9 +25,9 @@ from theodolite.passes.survey_pass import SurveyPass
 from theodolite.prune.model import prune_model
 from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
 from theodolite.sinks.outliers import find_outliers
-from theodolite.sinks.prompt import trace_prompt
 from theodolite.sinks.trace import trace_sinks
 from theodolite.train.geometry import GeometryReader
+from theodolite_papers.catch_tag_release.prompt_trace import trace_prompt
 from theodolite_papers.localization.text_as_walk import read_walk
 
 CORPUS = Corpus.random_tokens(checkpoints.byte_tokenizer(), 32, 6)

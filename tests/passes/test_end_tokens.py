@@ -144,9 +144,6 @@ def test_outliers_and_traces_are_of_the_text(model, corpus, dense):
         found["maximum"].to_numpy().reshape(shape), sizes[:, :, TEXT].max((1, 2)), rtol=1e-4
     )
     np.testing.assert_allclose(
-        found["maximum_last"].to_numpy().reshape(shape), sizes[:, :, -1].max(1), rtol=1e-4
-    )
-    np.testing.assert_allclose(
         found["rms"].to_numpy().reshape(shape), np.sqrt((sizes[:, :, TEXT] ** 2).mean((1, 2))), rtol=1e-4
     )
     traces = trace_sinks(model, corpus).traces

@@ -523,8 +523,11 @@ NAN = torch.full((WIDTH,), torch.nan)
     [
         (lambda m: ablate_direction(m, 3, 0, _direction()), "layer 3 does not exist: .* layers 0 to 2"),
         (lambda m: ablate_direction(m, 0, 4, _direction()), "head 4 does not exist: .* heads 0 to 3"),
-        (lambda m: ablate_direction(m, 0, 0, torch.ones(31)), r"shape \(31,\); this model's width is 32"),
-        (lambda m: ablate_direction(m, 0, 0, NAN), "finite and not zero"),
+        (
+            lambda m: ablate_direction(m, 0, 0, torch.ones(31)),
+            r"shape \(31,\): it must have the model's width 32",
+        ),
+        (lambda m: ablate_direction(m, 0, 0, NAN), "be finite and not zero"),
         (lambda m: ablate_direction(m, 0, 0, _unwritten(m)), "head 0 of layer 0 writes nothing along"),
         (lambda m: ablate_direction(m, 0, 0, _direction(), queries=[-2]), "query position -2 does not exist"),
         (lambda m: ablate_direction(m, 0, 0, _direction(), queries=99), "query position 99 .* has 14 tokens"),
@@ -540,7 +543,7 @@ NAN = torch.full((WIDTH,), torch.nan)
         (lambda m: without_low_rank(m, 0, 0), "rank 0 is not between 1 and 32, the rank of W_Q"),
         (lambda m: without_low_rank(m, 0, 1, of="qo"), "'qo' is not of W_Q, W_K and W_V"),
         (lambda m: _without(m, "q", (3, 1)), r"W_Q have the shapes \(3, 1\) and \(1, 32\); .* to \(32, 32\)"),
-        (lambda m: _without(m, "v", (32, 2)), "factors of W_V must share their rank"),
+        (lambda m: _without(m, "v", (32, 2)), "factors of W_V have the shapes"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_one_line(make, message, opened):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 
 import numpy as np
@@ -13,8 +12,6 @@ from theodolite.errors import UsageError
 from theodolite.theory import (
     decompose,
     entropy_lower_bound,
-    largest_singular_value,
-    low_frequency_ratio,
     propagation,
     propagation_exact,
     propagation_finite,
@@ -24,7 +21,6 @@ from theodolite.theory import (
     regime,
     sinusoidal,
 )
-from theodolite.theory.outliers import Thresholds
 
 ONE, ZERO, EYE = torch.ones(()), torch.zeros(1), torch.eye(4)
 HEAD, NAN = torch.ones(4, 2), torch.nan
@@ -37,11 +33,13 @@ REFUSED = [
         lambda: qk_eigenvalues(HEAD, HEAD, torch.eye(3)),
         r"covariance has shape \(3, 3\): give \(\.\.\., 4, 4\)",
     ),
-    (lambda: qk_moments(HEAD, HEAD, temperature=0.0), r"temperature is 0\.0: give a positive number"),
-    (lambda: qk_moments(HEAD, HEAD, temperature=1 - 2 * torch.eye(2)[0]), r"everywhere \(its least is -1\)"),
+    (lambda: qk_moments(HEAD, HEAD, temperature=0.0), "temperature is 0: give a positive number"),
+    (
+        lambda: qk_moments(HEAD, HEAD, temperature=1 - 2 * torch.eye(2)[0]),
+        "temperature is -1: give a positive",
+    ),
     (lambda: qk_moments(HEAD, HEAD, -EYE), "negative eigenvalue"),
     (lambda: qk_moments(HEAD, HEAD, SHEAR), "not symmetric"),
-    (lambda: qk_moments(HEAD, HEAD, EYE + 0j), "covariance is complex"),
     *((lambda f=f: f(HEAD * NAN, HEAD), "NaN or inf") for f in (qk_eigenvalues, qk_singular_values)),
     (lambda: propagation(ZERO, ONE, ONE, variant="exact"), "unknown variant 'exact'"),
     (lambda: propagation(ZERO, ONE, SCALES), "eta is -1: a scale is not negative"),
@@ -53,18 +51,11 @@ REFUSED = [
     (lambda: propagation_exact(torch.ones(3), 0, 1.0), "length is 0"),
     (lambda: propagation_exact(torch.ones(3), 2, 0.0), "temperature is 0"),
     (lambda: regime([1.0, 1.0], [np.nan, -1.0]), "eta is -1: a scale is not"),
-    (lambda: low_frequency_ratio(EYE, (0, 3)), r"cutoffs are \(0, 3\)"),
-    (lambda: low_frequency_ratio(EYE, ()), "give one or more"),
     (lambda: sinusoidal(4, 3), "width 3: give a length from 1 and an even width"),
-    (lambda: largest_singular_value(torch.ones(4)), r"x has shape \(4,\)"),
     (lambda: entropy_lower_bound(1.0, 0), "length is 0"),
     (lambda: entropy_lower_bound(-1.0, 4), "nu is -1"),
     (lambda: entropy_lower_bound(1.0, 4, variant="exact"), "unknown variant"),
     (lambda: decompose(torch.zeros(3, 4)), r"\(3, 4\)"),
-    *(
-        (lambda n=name, v=value: Thresholds(**{n: v}), f"threshold {name} is")
-        for name, value in {"outlier": 0.0, "level": 1.5, "massive": math.inf, "massive_ratio": -1.0}.items()
-    ),
 ]
 
 
@@ -79,10 +70,6 @@ ONES = torch.ones(3)
 WRONG_TYPES = [
     (lambda: propagation_exact([0.1, 0.2], 4, 1.0), "eigenvalues is a list: give a tensor"),
     (lambda: propagation_exact(ONES + 0j, 4, 1.0), "complex: give those of the symmetric part"),
-    (lambda: propagation_exact(ONES, 4.5, 1.0), r"length is 4\.5: give a whole number of tokens"),
-    (lambda: propagation_exact(ONES, 4, "a"), "temperature is 'a': give a positive number"),
-    (lambda: propagation_exact(ONES, 4, None), "temperature is None: give a positive number"),
-    (lambda: propagation_finite(ONE, ONE, ONE, 4.5, 1.0), r"length is 4\.5: give a whole number of tokens"),
 ]
 
 

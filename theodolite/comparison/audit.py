@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pandas as pd
+import torch
 
-import theodolite.comparison.outputs as outputs
 import theodolite.comparison.parts as parts_of
-from theodolite.comparison.outputs import Loss
+from theodolite.comparison.outputs import Loss, loss
+from theodolite.comparison.parts import HEAD, mean_of, number_of
 from theodolite.comparison.parts import OUTPUTS as HEAD_OUTPUTS
 from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Change, Survival
 from theodolite.corpus.groups import GROUPS
@@ -30,19 +31,10 @@ from theodolite.system.run_folders import OUTPUTS, TRACE, is_run
 from theodolite.system.wording import head_name, listed, names_of, percent, with_error
 
 MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
-OF_HEADS = ("sinks", "tags", HEAD_OUTPUTS, "entropies", "head types", "spectra")
-ORDER = ("loss", "sinks", "tags", "entropies", "localization", "head types", HEAD_OUTPUTS, "spectra")
-"""Parts in the order of the table of all parts; then the others."""
-
 SIMILAR_MEANS = {"localization": ("heads", "propagation"), "context": ("layers", "similarity_within")}
 SIMILAR = Criterion("within", 0.1, "ours")  # of the change of a share of all keys, or of a cosine
-SHAPE = {
-    "layers": "layers",
-    "heads": "heads per layer",
-    "width": "dimensions of the residual stream",
-}
-"""What two models have in common whose heads are the same ones: of `OpenModel` and provenance → name in messages."""
-
+# What two models have in common whose heads are the same ones: of `OpenModel` and provenance → name in messages.
+SHAPE = {"layers": "layers", "heads": "heads per layer", "width": "dimensions of the residual stream"}
 COMPARED = "only models of one shape and one tokenizer can be compared"
 
 
@@ -55,7 +47,7 @@ class Audit:
             head outputs (where they were given), entropies, head types, spectra.
         runs: provenance of the two surveys.
         loss: of next tokens, where outputs were given of models that predict them.
-        numbers: of the whole model, with the verdict on their change: localization, context, and the loss.
+        numbers: of the whole model, with the verdict on their change: the loss, localization, and context.
     """
 
     reference: str
@@ -67,10 +59,7 @@ class Audit:
 
     @property
     def answer(self) -> Answer:
-        """Holds if every compared part survives, fails if none does, else in part.
-
-        Not decided where all parts that are decided agree, and one is not.
-        """
+        """Holds if every compared part survives, fails if none does, in part if they differ; else not decided."""
         return combined(part.answer for part in self.parts)
 
     @property
@@ -97,7 +86,7 @@ class Audit:
 
     @property
     def further(self) -> list[Verdict]:
-        """Verdicts beside what survives: on head outputs, localization, context, and the loss."""
+        """Verdicts beside what survives: on head outputs, the loss, localization, and context."""
         more = [verdict for part in self.parts for verdict in part.further]
         more += [verdict for _, verdict in self.numbers.values()]
         return [replace(verdict, claim=f"{self.other}, {verdict.claim}") for verdict in more]
@@ -134,49 +123,45 @@ class Audit:
 
     @property
     def overview(self) -> pd.DataFrame:
-        """Every part in one number (`measure`), `before` and `after`, and the `verdict` on it; the loss first.
+        """The numbers, and every part in one number (`measure`), `before` and `after`, and the `verdict` on it.
 
         `change` is that of the number, with its standard error where that is known; `survived` counts the units, and
         `left` is their share.
         """
-        rows = {
-            part.name: (
-                *_cells(part.moved),
-                part.answer,
-                f"{part.count(SURVIVED)} of {part.of_reference}",
-                part.family.value,
-            )
-            for part in self.parts
-        }
-        for name, (change, verdict) in self.numbers.items():
-            rows[name] = (*_cells(change), verdict.answer, "", math.nan)
-        names = dict.fromkeys([*(name for name in ORDER if name in rows), *rows])
-        columns = ["part", "measure", "before", "after", "change", "verdict", "survived", "left"]
-        return pd.DataFrame([(name, *rows[name]) for name in names], columns=columns)
-
-
-def _cells(moved: Change) -> tuple[str, float, float, str]:
-    """Return a number's cells in the overview: its name, before, after, and the change with its error."""
-    change = moved.after - moved.before
-    shown = with_error(change, moved.error) if math.isfinite(change) else ""
-    return moved.name, moved.before, moved.after, shown
+        rows = [
+            (name, change, verdict.answer, "", math.nan) for name, (change, verdict) in self.numbers.items()
+        ]
+        for part in self.parts:
+            survived = f"{part.count(SURVIVED)} of {part.of_reference}"
+            rows.append((part.name, part.moved, part.answer, survived, part.family.value))
+        return pd.DataFrame(
+            {
+                "part": name,
+                "measure": moved.name,
+                "before": moved.before,
+                "after": moved.after,
+                "change": with_error(change, moved.error) if math.isfinite(change) else "",
+                "verdict": answer,
+                "survived": survived,
+                "left": left,
+            }
+            for name, moved, answer, survived, left in rows
+            for change in [moved.after - moved.before]
+        )
 
 
 def _hit_hardest(parts: Sequence[Survival]) -> list[str]:
-    """Find the heads that lost something in the most parts (two at least), with these parts; none where many tie.
+    """Find the heads that lost something in the most parts, with these parts; none where many tie.
 
-    One that lost its output counts also if nothing else of it is lost: it is cut off.
+    In two at least, or their output: such a head is cut off.
     """
-    lost: dict[tuple[int, int], dict[str, None]] = {}
+    lost: dict[tuple[int, int], list[str]] = {}
     for part in parts:
-        if part.name in OF_HEADS:
-            for head in part.table.loc[part.table["status"] == LOST, parts_of.HEAD].itertuples(
-                index=False, name=None
-            ):
-                lost.setdefault(head, {})[part.name] = None
-    hit = {
-        head: list(names) for head, names in sorted(lost.items()) if len(names) > 1 or HEAD_OUTPUTS in names
-    }
+        if "head" in part.table:
+            heads = part.table.loc[part.table["status"] == LOST, HEAD].drop_duplicates()
+            for head in heads.itertuples(index=False, name=None):
+                lost.setdefault(head, []).append(part.name)
+    hit = {head: names for head, names in sorted(lost.items()) if len(names) > 1 or HEAD_OUTPUTS in names}
     most = max(map(len, hit.values()), default=0)
     hardest = [
         f"{head_name(*head)} ({listed(names, 9)})" for head, names in hit.items() if len(names) == most
@@ -210,16 +195,14 @@ def compare(
     """
     runs = (reference, other)
     traces = [trace for trace in (reference_trace, other_trace) if trace is not None]
-    if not_runs := [run for run in (*runs, *traces) if not isinstance(run, Run)]:
-        what = type(not_runs[0]).__name__
-        raise UsageError(f"runs are compared, from survey(…) or Run.load(FOLDER); this is {what}")
+    if not_runs := [type(run).__name__ for run in (*runs, *traces) if not isinstance(run, Run)]:
+        raise UsageError(f"runs are compared, from survey(…) or Run.load(FOLDER); this is {not_runs[0]}")
     if len(traces) == 1:
         raise UsageError("tags are compared between two traces: give both or neither")
     names = names or (_name_of(reference), _name_of(other))
     written = outputs_of or ()
     _check(names, runs, traces, written)
-    of_names = dict(zip(names, (run.provenance for run in runs), strict=True))
-    parts = (
+    parts = [
         parts_of.sinks(*runs, outputs_of),
         *([parts_of.tags(*traces)] if traces else []),
         parts_of.outlier_dimensions(*runs),
@@ -229,15 +212,15 @@ def compare(
         parts_of.entropies(*runs),
         parts_of.head_types(*runs),
         parts_of.spectra(*runs),
-    )
+    ]
     if _read(reference) == _read(other):
-        parts = tuple(part.of_one_model() for part in parts)
-    loss = outputs.loss(*written) if written else None
-    numbers = _means(*runs)
-    if loss is not None:
-        of_loss = Change("next-token loss in nats", loss.before, loss.after, loss.se)
-        numbers["loss"] = of_loss, loss.verdict("the text is predicted as well")
-    return Audit(*names, parts, of_names, loss, numbers)
+        parts = [part.of_one_model() for part in parts]
+    numbers, of_loss = _means(*runs), loss(*written) if written else None
+    if of_loss is not None:
+        change = Change("next-token loss in nats", of_loss.before, of_loss.after, of_loss.se)
+        numbers = {"loss": (change, of_loss.verdict())} | numbers
+    provenances = {name: run.provenance for name, run in zip(names, runs, strict=True)}
+    return Audit(*names, tuple(parts), provenances, of_loss, numbers)
 
 
 def compare_folders(folders: Sequence[str]) -> list[Audit]:
@@ -248,12 +231,11 @@ def compare_folders(folders: Sequence[str]) -> list[Audit]:
     Raises:
         UsageError: two runs that cannot be compared, and why.
     """
-    runs, traces, written = (
-        [Run.load(path) for path in paths] if all(map(is_run, paths)) else []
-        for paths in (
-            [f"{Path(folder)}{ending}" for folder in folders] for ending in ("", "-sinks", "-outputs")
-        )
-    )
+    loaded = []
+    for ending in ("", "-sinks", "-outputs"):
+        paths = [f"{Path(folder)}{ending}" for folder in folders]
+        loaded.append([Run.load(path) for path in paths] if all(map(is_run, paths)) else [])
+    runs, traces, written = loaded
     first, *others = names_of(folders)
     audits = []
     for place, other in enumerate(others, 1):
@@ -263,17 +245,18 @@ def compare_folders(folders: Sequence[str]) -> list[Audit]:
     return audits
 
 
-def _means(reference: Run, other: Run) -> dict[str, tuple[Change, Verdict]]:
+def _means(*runs: Run) -> dict[str, tuple[Change, Verdict]]:
     """Compare the mean share of keys that propagate and the mean within-label cosine; judge whether each is similar."""
     means = {}
     for name, (table, measure) in SIMILAR_MEANS.items():
-        if change := parts_of.mean_change(reference, other, table, measure):
+        before, after = (number_of(run, table, measure) for run in runs)
+        known = before.value.isfinite() & after.value.isfinite()
+        if known.any():
+            change = Change.of(mean_of(table, measure), torch.nanmean, before[known], after[known])
             estimate = Estimate(change.after - change.before, change.error, GROUPS, "groups of contexts")
             estimate = estimate if estimate.value else Estimate.exact(0.0)
-            means[name] = (
-                change,
-                judge(f"{name} is similar", f"change of the {change.name}", estimate, SIMILAR),
-            )
+            verdict = judge(f"{name} is similar", f"change of the {change.name}", estimate, SIMILAR)
+            means[name] = change, verdict
     return means
 
 
@@ -314,14 +297,12 @@ def shape_of(model: OpenModel) -> dict[str, object]:
     return {name: getattr(model, name) for name in SHAPE}
 
 
-def refuse_unlike(names: tuple[str, str], *described: Mapping[str, object]) -> None:
+def refuse_unlike(names: tuple[str, str], first: Mapping[str, object], second: Mapping[str, object]) -> None:
     """Raise `UsageError` where two models differ in their `shape_of`, or in the hash of their `tokens`."""
     for name, noun in SHAPE.items():
-        first, second = (each[name] for each in described)
-        if first != second:
-            raise UsageError(f"{names[1]} has {second} {noun}, {names[0]} {first}: {COMPARED}")
-    first, second = (each.get("tokens") for each in described)
-    if first != second:
+        if first[name] != second[name]:
+            raise UsageError(f"{names[1]} has {second[name]} {noun}, {names[0]} {first[name]}: {COMPARED}")
+    if first.get("tokens") != second.get("tokens"):
         raise UsageError(
             f"{names[1]} and {names[0]} did not read the same tokens: {COMPARED}, surveyed with the same --corpus, "
             "--length and --contexts"
@@ -330,9 +311,5 @@ def refuse_unlike(names: tuple[str, str], *described: Mapping[str, object]) -> N
 
 def _read(run: Run) -> tuple[object, ...]:
     """Identify the model that a run is of, the interventions that it was under, and the text."""
-    provenance_of = run.provenance
-    return (
-        provenance_of["model"]["sha256"],
-        provenance(run, "fingerprint", "interventions"),
-        provenance_of["corpus"]["sha256"],
-    )
+    model, corpus = (run.provenance[of]["sha256"] for of in ("model", "corpus"))
+    return model, provenance(run, "fingerprint", "interventions"), corpus

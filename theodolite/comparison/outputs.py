@@ -1,8 +1,7 @@
 """Read what each head adds to the residual stream, where sinks are, and the next-token loss, in a pass of its own.
 
-Sinks, entropies, head types and W_QK depend on queries and keys alone, so they cannot tell that a head's output no
-longer reaches the stream. This pass reads the outputs o_h W_O[h] themselves, at some tokens of the text, and the loss
-of each context. Whether they survive is decided by the rule of `survival.py`.
+Sinks, entropies, head types and W_QK depend on queries and keys alone: they cannot tell whether a head's output
+o_h W_O[h] still reaches the stream.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class OutputsPass(CorpusPass):
         self._places: list[Int[Tensor, "sinks place"]] = [torch.empty(0, len(PLACE), dtype=torch.int64)]
 
     def state(self) -> State:
-        """Return everything seen so far."""
+        """Return what was read so far."""
         return {"written": self._written, "loss": self._loss, SINK_PLACES: torch.cat(self._places)}
 
     def restore(self, state: State) -> None:
@@ -149,8 +148,6 @@ def read_outputs(
     """Read what every head writes on a text, and how well the model predicts it, for `compare`.
 
     Args:
-        model: from `open_model`.
-        corpus: from a `Corpus` constructor, with the model's own tokenizer.
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         batch: contexts a forward pass; None: 4096 tokens' worth.
         show_progress: told (what is being done, steps done, steps in all); it may raise to stop, and progress is
@@ -173,11 +170,11 @@ def read_outputs(
     provenance = describe_model(model) | describe_pass(model, corpus, SEED, fingerprint)
     directions = _directions(model.width)
 
-    def directed(layer: int) -> State:
-        return {"directed": (widest_output_weights(model, layer) @ directions)[None]}
-
     def weights(states: States) -> Rows[int]:
-        return Rows(range(model.layers), directed)
+        return Rows(
+            range(model.layers),
+            lambda layer: {"directed": (widest_output_weights(model, layer) @ directions)[None]},
+        )
 
     def reading(states: States) -> OutputsPass:
         return OutputsPass(model, corpus, batch, states.of("weights")["directed"])
@@ -186,19 +183,14 @@ def read_outputs(
         arrays = states.of("outputs") | dict(zip(("context", "position"), _tokens(corpus), strict=True))
         return Run(arrays=arrays, provenance=provenance | {"wall_seconds": states.seconds})
 
-    return run_into(
-        [Stage("weights", OUTPUT_TITLE, weights), Stage("outputs", "reading outputs", reading)],
-        tables,
-        out,
-        fingerprint,
-        corpus=describe_corpus(corpus),
-        show_progress=show_progress,
-    )
+    stages = [Stage("weights", OUTPUT_TITLE, weights), Stage("outputs", "reading outputs", reading)]
+    described = describe_corpus(corpus)
+    return run_into(stages, tables, out, fingerprint, corpus=described, show_progress=show_progress)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Next-token loss of two models on the same contexts, in nats per token; `se` of the difference, paired."""
+    """Next-token loss of two models on the same contexts, in nats per token; `se` of the difference, by context."""
 
     before: float
     after: float
@@ -207,10 +199,11 @@ class Loss:
     unchanged: bool
     contexts: int = 0
 
-    def verdict(self, claim: str) -> Verdict:
+    def verdict(self) -> Verdict:
         """Judge whether the other model predicts as well."""
         what = f"next-token loss less that before ({number(self.before)} nats), paired by context"
-        return judge(claim, what, Estimate(self.difference, self.se, self.contexts, "contexts"), AS_GOOD)
+        estimate = Estimate(self.difference, self.se, self.contexts, "contexts")
+        return judge("the text is predicted as well", what, estimate, AS_GOOD)
 
     def __str__(self) -> str:
         if self.unchanged:

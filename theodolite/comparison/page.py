@@ -5,10 +5,10 @@ The page has one table of all parts, the verdicts, and figures before and after.
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,22 +37,20 @@ FILE = "comparison.json"
 
 def outcome(audits: Sequence[Audit]) -> Outcome:
     """Make the page's content."""
-    page = Outcome()
+    page = Outcome(lead=_lead(audits))
     for audit in audits:
         page.verdicts += _verdicts(audit, explain=audit is audits[0])
+        page.runs |= {audit.other: audit.runs[audit.other]}
     for name in audits[0].tables:
         tables = []
         for audit in audits:
+            pair = {"before_in": audit.reference, "after_in": audit.other} if len(audits) > 1 else {}
             if (table := audit.tables.get(name)) is not None:
-                pair = {"before_in": audit.reference, "after_in": audit.other} if len(audits) > 1 else {}
                 tables.append(table.assign(**pair)[[*pair, *table]])
-        filled = [table for table in tables if len(table)]
-        page.tables[name] = pd.concat(filled or tables[:1], ignore_index=True)
-    page.lead = _lead(audits)
+        page.tables[name] = pd.concat(
+            [table for table in tables if len(table)] or tables[:1], ignore_index=True
+        )
     _draw_parts(page, audits)
-    for audit in audits:
-        page.runs |= audit.runs
-    del page.runs[audits[0].reference]
     return page
 
 
@@ -74,31 +72,27 @@ def experiment_of(audits: Sequence[Audit]) -> Heading:
 
 def _verdicts(audit: Audit, explain: bool) -> list[Verdict]:
     """Judge the whole mechanism and each part, with its sentence and limits; `explain` adds each part's criterion."""
+    limits = f"{NEARLY_ALL.side} {NEARLY_ALL.limit:g} is kept, at most {MORE_THAN_HARDLY_ANY.limit:g} lost"
 
-    def judged(part: Survival, claim: str, sentence: str) -> Verdict:
+    def judged(part: Survival) -> Verdict:
         criterion = f" Criterion: {part.criterion}." if explain else ""
         left = number(part.family.value) if part.family.is_exact else part.family  # every unit is decided
-        limits = (
-            f"{NEARLY_ALL.side} {NEARLY_ALL.limit:g} is kept, at most {MORE_THAN_HARDLY_ANY.limit:g} lost"
-        )
-        evidence = f"{sentence}{criterion} Left: {left}; criterion: {limits} (ours)"
-        return replace(part.verdict(claim), evidence=evidence)
+        evidence = f"{part.sentence}{criterion} Left: {left}; criterion: {limits} (ours)"
+        return replace(part.verdict(f"{audit.other}, {part.name}"), evidence=evidence)
 
-    whole = f"The mechanism of {audit.reference} survives in {audit.other}"
-    parts = [part for part in audit.parts if len(part.table)]
-    of_parts = [judged(part, f"{audit.other}, {part.name}", part.sentence) for part in parts]
-    return [replace(mix_of(whole, of_parts), evidence=audit.summary), *of_parts, *audit.further]
+    parts = [judged(part) for part in audit.parts if len(part.table)]
+    whole = mix_of(f"The mechanism of {audit.reference} survives in {audit.other}", parts)
+    return [replace(whole, evidence=audit.summary), *parts, *audit.further]
 
 
-Draw = Callable[..., go.Figure]
-FIGURES: dict[str, Draw] = {
-    "sinks": functools.partial(drawing.scatter, shown=drawing.SINK_DOTS),
-    "tags": functools.partial(drawing.scatter, shown=drawing.TAG_DOTS),
-    OUTPUTS: functools.partial(drawing.scatter, shown=drawing.OUTPUT_DOTS),
-    "entropies": functools.partial(drawing.scatter, shown=drawing.ENTROPY_DOTS),
-    "outlier dimensions": functools.partial(drawing.scatter, shown=drawing.OUTLIER_DOTS),
+FIGURES: dict[str, Callable[[pd.DataFrame], go.Figure]] = {
+    "sinks": partial(drawing.scatter, shown=drawing.SINK_DOTS),
+    "tags": partial(drawing.scatter, shown=drawing.TAG_DOTS),
+    OUTPUTS: partial(drawing.scatter, shown=drawing.OUTPUT_DOTS),
+    "entropies": partial(drawing.scatter, shown=drawing.ENTROPY_DOTS),
+    "outlier dimensions": partial(drawing.scatter, shown=drawing.OUTLIER_DOTS),
     "positional basis": drawing.positions,
-    "spectra": functools.partial(drawing.scatter, shown=drawing.SPECTRUM_DOTS),
+    "spectra": partial(drawing.scatter, shown=drawing.SPECTRUM_DOTS),
 }
 """How the table of each part is drawn, in the order of the page."""
 
@@ -109,40 +103,35 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
         tables = {audit.other: part.table for audit in audits for part in audit.parts if part.name == name}
         if not any(map(len, tables.values())):
             continue
-        figures = [functools.partial(draw, table) for table in tables.values()]
-
-        def picked(index: int, figures: Sequence[Callable[[], go.Figure]] = figures) -> go.Figure:
-            return figures[index]()
-
-        picker = by_name("model", list(tables), picked)
-        page.show("compare", name.replace(" ", "-"), picker if len(figures) > 1 else picked(0))
+        figures = [partial(draw, table) for table in tables.values()]
+        picker = by_name("model", list(tables), partial(_drawn, figures))
+        page.show("compare", name.replace(" ", "-"), picker if len(figures) > 1 else figures[0]())
 
 
-def _as_json(audits: Sequence[Audit], page: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the content of `comparison.json`: summary and parts of each pair, then what `page` has of `result`."""
-    of_part, of_page = (
-        ("name", "answer", "criterion", "sentence"),
-        ("verdicts", "tables", "provenance", "other_runs"),
-    )
-    comparisons = [
-        {name: getattr(audit, name) for name in ("reference", "other", "answer", "summary")}
-        | {"loss": None if audit.loss is None else records(audit.tables["loss"])[0]}
-        | {"parts": [{name: getattr(part, name) for name in of_part} for part in audit.parts]}
-        for audit in audits
-    ]
-    content = {"schema_version": SCHEMA_VERSION, "comparisons": comparisons}
-    return content | {name: page[name] for name in of_page}
+def _drawn(figures: Sequence[Callable[[], go.Figure]], place: int) -> go.Figure:
+    return figures[place]()
 
 
 def write(audits: Sequence[Audit], content: Outcome, out: Path) -> tuple[Path, dict[str, Any]]:
     """Write `out`/comparison.json and the page with its tables as parquet; return the page's path, and the JSON.
+
+    It has summary and parts of each pair, then verdicts, tables and provenance.
 
     Raises:
         WorkError: the folder cannot be written.
     """
     heading, provenance = experiment_of(audits), audits[0].runs[audits[0].reference]
     page = write_outcome(heading, content, provenance, out)
-    told = _as_json(audits, result(heading, content, provenance))
+    of_part = ("name", "answer", "criterion", "sentence")
+    comparisons = [
+        {name: getattr(audit, name) for name in ("reference", "other", "answer", "summary")}
+        | {"loss": None if audit.loss is None else records(audit.tables["loss"])[0]}
+        | {"parts": [{name: getattr(part, name) for name in of_part} for part in audit.parts]}
+        for audit in audits
+    ]
+    told = {"schema_version": SCHEMA_VERSION, "comparisons": comparisons}
+    of_page = result(heading, content, provenance)
+    told |= {name: of_page[name] for name in ("verdicts", "tables", "provenance", "other_runs")}
     with disk_errors(out):
         write_text(out / FILE, json.dumps(told, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_index(out, "Comparison with")
@@ -154,19 +143,12 @@ def show(audits: Sequence[Audit], content: Outcome, console: Console) -> None:
     for audit in audits:
         pair = escape(harmless(f"{audit.reference} → {audit.other}"))
         console.print(f"\n{MARKS[audit.answer]} [bold]{pair}[/bold]", highlight=False)
-        console.print(_overview(audit))
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for heading in audit.overview:
+            is_words = heading in ("part", "measure", "verdict")
+            table.add_column(heading, justify="left" if is_words else "right", no_wrap=not is_words)
+        for row in audit.overview.to_dict("records"):
+            row |= {side: number(row[side]) for side in ("before", "after")}
+            table.add_row(*(row | {"left": percent(row["left"]) if row["survived"] else ""}).values())
+        console.print(table)
     show_outcome(experiment_of(audits), content, console)
-
-
-def _overview(audit: Audit) -> Table:
-    """Tabulate the overview of a pair."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    words = ("part", "measure", "verdict")
-    for heading in audit.overview:
-        is_words = heading in words
-        table.add_column(heading, justify="left" if is_words else "right", no_wrap=not is_words)
-    for row in audit.overview.to_dict("records"):
-        row |= {side: number(row[side]) for side in ("before", "after")}
-        row["left"] = percent(row["left"]) if row["survived"] else ""
-        table.add_row(*row.values())
-    return table

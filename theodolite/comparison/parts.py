@@ -5,8 +5,6 @@ One function a part. All of them read runs on the same text, and judge by the ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pandas as pd
 import torch
@@ -34,12 +32,12 @@ from theodolite.comparison.survival import (
     established,
     expected_by_chance,
     join,
-    margins,
     status_of,
     statuses,
+    with_directions,
 )
 from theodolite.corpus.groups import GROUPS
-from theodolite.estimates import Estimate, Floats
+from theodolite.estimates import Estimate, Floats, sigmas
 from theodolite.judging import Criterion, judge
 from theodolite.measure.catalogue import declared
 from theodolite.measure.column import WITHOUT
@@ -54,9 +52,7 @@ from theodolite.theory.outliers import Thresholds, outlier_features
 from theodolite.theory.outliers import outlier_dimensions as large_dimensions
 from theodolite.theory.unbiased import Jackknifed, combined, product, ratio, stacked
 
-HEAD, SINK = ["layer", "head"], ["layer", "head", "kind", "token_id"]
-"""What a head, and a sink, is found again by; which token comes first does not matter."""
-
+HEAD, SINK = ["layer", "head"], ["layer", "head", "kind", "token_id", "token"]  # what they are found again by
 A_HALF = Criterion("at least", HALF, "ours")
 ALONG = Criterion("at least", HALF**0.5, "half of the squared length (ours)")
 TAGGED = 0.1  # a sink tags if its grouping explains so much of the variance of the head's output
@@ -82,23 +78,11 @@ def number_of(run: Run, table: str, name: str) -> Jackknifed:
     return Jackknifed(value, unknown if groups is None else groups.double())
 
 
-def mean_change(reference: Run, other: Run, table: str, name: str) -> Change | None:
-    """Compare the mean of a column over the rows that have it in both runs; None where there are none."""
-    sides = [number_of(run, table, name) for run in (reference, other)]
-    known = torch.stack([side.value.isfinite() for side in sides]).all(dim=0)
-    return (
-        Change.of(mean_of(table, name), lambda values: values[known].nanmean(), *sides)
-        if known.any()
-        else None
+def _or_zero(numbers: Jackknifed) -> Jackknifed:
+    """Give 0 for numbers that are NaN."""
+    return Jackknifed(
+        *(part.masked_fill(numbers.value.isnan(), 0) for part in (numbers.value, numbers.without))
     )
-
-
-def _joined(
-    runs: tuple[Run, Run], table: str, key: list[str], numbers: Callable[[Run], dict[str, Jackknifed]]
-) -> Joined:
-    """Join the rows of a table of both runs, with numbers of each."""
-    before, after = (Units(getattr(run, table)[key], numbers(run)) for run in runs)
-    return join(before, after, key)
 
 
 def _contexts(run: Run) -> int:
@@ -112,45 +96,49 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
         places: of both, from `comparison.read_outputs`, which says where each context's sinks are: the whole family is
             then judged by the share of sinks that the other model has at the same place, paired by context.
     """
-    sides = []
-    for run in (reference, other):
-        rows = run.sinks.assign(kind=np.where(run.sinks["first"].astype(bool), "first", "later"))
-        rows.loc[rows["kind"] == "first", ["token_id", "token"]] = (-1, "")
-        groups, shares = rows.groupby(SINK, sort=False), number_of(run, "sinks", "share")
-        place = torch.from_numpy(groups.ngroup().to_numpy(copy=True))
-        sums = (
-            part.new_zeros(*part.shape[:-1], groups.ngroups).index_add_(-1, place, part)
-            for part in (shares.value, shares.without)
-        )
-        sides.append(Units(groups["token"].first().reset_index(), {"value": Jackknifed(*sums)}))
-    joined = _joined_sinks(*sides)
+    joined = join(SINK, _sinks_of(reference), _sinks_of(other))
     table, every = by_halves(joined, LEAST_SHARE, _contexts(reference)), joined.table()
-    rarer = [number(every[side].sum() - table[side].sum()) for side in SIDES]
+    rarer = " → ".join(number(every[side].sum() - table[side].sum()) for side in SIDES)
+    details = [f"rarer ones {rarer} per context"] if len(table) < len(every) else []
+    criterion = (
+        f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts, {ABOVE_NOISE}; it {BY_HALVES}"
+    )
     paired = None if places is None else kept_places(*places)
-    together = "; all of them together by the share that is at the same place of the same context"
+    if paired is not None:
+        criterion += "; all of them together by the share that is at the same place of the same context"
+        details.insert(0, f"at the same place of the same context: {paired}")
     return Survival(
         "sinks",
         "sink",
-        f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts, {ABOVE_NOISE}; it {BY_HALVES}"
-        f"{'' if paired is None else together}",
+        criterion,
         _strongest_first(table, *SIDES),
         Change.of("sinks per context", torch.sum, *joined.numbers["value"]),
-        details=(
-            *([] if paired is None else [f"at the same place of the same context: {paired}"]),
-            *([f"rarer ones {rarer[0]} → {rarer[1]} per context"] if len(table) < len(every) else []),
-        ),
+        details=tuple(details),
         weight="before",
-        least=LEAST_SHARE,
         paired=paired,
         contexts=_contexts(reference),
     )
 
 
-def kept_places(reference: Run, other: Run) -> Estimate | None:
-    """Estimate the share of the reference's sinks that the other has at the same place.
+def _sinks_of(run: Run) -> Units:
+    """List a survey's sinks; those at position 0 are one, whatever the token."""
+    rows = run.sinks.assign(kind=np.where(run.sinks["first"].astype(bool), "first", "later"))
+    rows.loc[rows["kind"] == "first", ["token_id", "token"]] = (-1, "")
+    groups = rows.groupby(SINK, sort=False, dropna=False)
+    place, units = torch.from_numpy(groups.ngroup().to_numpy(copy=True)), groups.ngroups
 
-    With the jackknife's error over contexts, a few of which may be alike by chance
-    (`Estimate.floored`). Exact where every head writes the very same. None: there are no sinks.
+    def summed(shares: Tensor) -> Tensor:
+        return shares.new_zeros(units).index_add_(0, place, shares)
+
+    shares = combined(summed, number_of(run, "sinks", "share"))
+    return Units(rows.drop_duplicates(SINK)[SINK], {"value": shares})
+
+
+def kept_places(reference: Run, other: Run) -> Estimate | None:
+    """Estimate the share of the reference's sinks that the other has at the same place; None where it has no sinks.
+
+    With the jackknife's error over contexts, a few of which may be alike by chance (`Estimate.floored`). Exact where
+    every head writes the very same.
     """
     places, others = (
         pd.DataFrame(run.arrays[SINK_PLACES].numpy(), columns=PLACE) for run in (reference, other)
@@ -166,14 +154,6 @@ def kept_places(reference: Run, other: Run) -> Estimate | None:
     return Estimate(float(share.value), float(share.error), contexts, "contexts").floored()
 
 
-def _joined_sinks(before: Units, after: Units) -> Joined:
-    joined = join(before, after, SINK)
-    joined.rows.insert(
-        len(SINK), "token", joined.rows.pop("token_before").fillna(joined.rows.pop("token_after"))
-    )
-    return joined
-
-
 def _strongest_first(table: pd.DataFrame, *by: str) -> pd.DataFrame:
     order = [*by, *SINK]
     return table.sort_values(order, ascending=[name in SINK for name in order], ignore_index=True)
@@ -181,49 +161,33 @@ def _strongest_first(table: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 def tags(reference: Run, other: Run) -> Survival:
     """Compare tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after it."""
-    runs, sides = (reference, other), []
-    for run in runs:
-        rows = run.traces[[*SINK, "token", "tagged"]].assign(row=np.arange(len(run.traces)))
-        writes, numbers = (rows["kind"] != "learned").to_numpy(), {}
-        for name, column_name in {"value": "tag", "released": "released", "share": "share"}.items():
-            of_sinks = number_of(run, "traces", column_name)[torch.tensor(writes)]
-            # Where a tag has no number, all tokens of a context are caught or none: it tells none apart.
-            parts = (of_sinks.value, of_sinks.without)
-            numbers[name] = Jackknifed(*(part.masked_fill(of_sinks.value.isnan(), 0.0) for part in parts))
-        sides.append(Units(rows[writes], numbers))
-    joined = _joined_sinks(*sides)
-    is_unit = [
+    runs = (reference, other)
+    joined = join(SINK, _tags_of(reference), _tags_of(other))
+    units = [
         established(tag, TAGGED) & established(share, LEAST_SHARE)
         for tag, share in zip(joined.numbers["value"], joined.numbers["share"], strict=True)
     ]
-    joined = joined.where(is_unit[0] | is_unit[1])
+    joined = joined.where(units[0] | units[1])
     directions, groups = (
         [_rows(run.arrays[name], joined.rows[f"row_{side}"]) for run, side in zip(runs, SIDES, strict=True)]
         for name in ("tag_direction", "tag_by_group")
     )
     cosine = directions_kept(groups[0], groups[1])
     plain = torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0)
-    kept, turned, margin = decided(ALONG, cosine)
-    table = joined.table().fillna({"tagged_before": 0.0, "tagged_after": 0.0})
-    table["cosine"] = torch.where(cosine.value.isfinite(), cosine.value, plain).numpy()
-    table["cosine_margin"] = margin
-    table = table.assign(**statuses(joined.numbers["value"], TAGGED, _contexts(reference)))
-    status = table["status"].to_numpy()
-    is_gone = table["cosine"].notna() | (statuses(joined.numbers["share"], LEAST_SHARE)["status"] == LOST)
-    table["status"] = np.where((status == SURVIVED) & ~kept | (status == LOST), UNDECIDED, status)
-    table.loc[(status == LOST) & is_gone | turned & (table["before"] >= TAGGED), "status"] = LOST
-    table = _strongest_first(table, "tagged_before", "tagged_after")
+    kept, turned, _ = decided(ALONG, cosine)
+    table = joined.table().drop(columns=["row_before", "row_after"])
+    table = table.fillna({"tagged_before": 0.0, "tagged_after": 0.0}).assign(
+        cosine=torch.where(cosine.value.isfinite(), cosine.value, plain).numpy(),
+        **statuses(joined.numbers["value"], TAGGED, _contexts(reference)),
+    )
+    # Without a direction, a tag is lost only with its sink.
+    sink_lost = statuses(joined.numbers["share"], LEAST_SHARE)["status"] == LOST
+    open_still = (table["status"] == LOST) & table["cosine"].isna() & ~sink_lost
+    table["status"] = table["status"].mask(open_still, UNDECIDED)
+    table = _strongest_first(with_directions(table, kept, turned), "tagged_before", "tagged_after")
     tagging = table[(table["before"] >= TAGGED) & (table["tagged_before"] > 0)]
     weights = tagging["tagged_before"]
     means = (float(np.average(tagging[side], weights=weights)) if len(tagging) else 0.0 for side in SIDES)
-    columns = [*SINK, "token", "share_before", "share_after", *ENDS, "cosine", "cosine_margin"]
-    columns += [
-        *(f"released_{end}" for end in ENDS),
-        "tagged_before",
-        "tagged_after",
-        "status",
-        "contexts_needed",
-    ]
     return Survival(
         "tags",
         "tag",
@@ -232,13 +196,23 @@ def tags(reference: Run, other: Run) -> Survival:
         "left, and at least half of the new direction's squared length lies along the old one (cosine at least "
         f"{HALF**0.5:.2f}), and is lost where one of them is less, each with the whole 95 % interval; of a sink "
         "that is gone, if the sink is lost",
-        table[columns],
+        table,
         Change("mean η² in the head's output", *means),
         weight="tagged_before",
-        directions="cosine",
-        least=TAGGED,
         contexts=_contexts(reference),
     )
+
+
+def _tags_of(run: Run) -> Units:
+    """List a trace's sinks of tokens, with the rows of their arrays."""
+    of_tokens = np.flatnonzero(run.traces["kind"] != "learned")
+    rows = run.traces[[*SINK, "tagged"]].iloc[of_tokens].assign(row=of_tokens)
+    # Where a tag has no number, all tokens of a context are caught or none: it tells none apart.
+    value, released, share = (
+        _or_zero(number_of(run, "traces", name)[torch.from_numpy(of_tokens)])
+        for name in ("tag", "released", "share")
+    )
+    return Units(rows, {"value": value, "released": released, "share": share})
 
 
 def directions_kept(
@@ -246,8 +220,7 @@ def directions_kept(
 ) -> Jackknifed:
     """Estimate the cosine of each tag's directions in both models by products of different groups of contexts.
 
-    What the directions owe to the contexts they were seen in adds nothing. `before` and `after` are sums along the
-    directions by group of contexts. NaN of a tag that has none, or of which nothing is seen above the noise.
+    NaN of a tag that has none, or of which nothing is seen above the noise.
     """
     u, v = (sums.double().transpose(0, 1) for sums in (before, after))
     square, other_square = product(u), product(v)
@@ -262,37 +235,29 @@ def _rows(stored: Tensor, rows: pd.Series) -> Tensor:
 
 
 def outlier_dimensions(reference: Run, other: Run) -> Survival:
-    """Compare outlier dimensions by residual layer: their typical size over that of the layer's median dimension.
-
-    By the rule from data (`theory.outliers`): the published one goes by absolute size, |x| ≥ 6, which all dimensions of
-    a model with a large stream have.
-    """
-    runs, level = (reference, other), Thresholds().level
-    marked, sizes = [], []
-    for run in runs:
+    """Compare outlier dimensions by residual layer: their typical size over that of the layer's median dimension."""
+    level = Thresholds().level
+    marked, sizes, published = [], [], []
+    for run in (reference, other):
         size = torch.from_numpy(need(run, "typical_magnitude")).double()
         marked.append(large_dimensions(size, level)[1])
         parts = (size, run.arrays[f"typical_magnitude{WITHOUT}"].double())
         sizes.append(Jackknifed(*(part / part.median(dim=-1, keepdim=True).values for part in parts)))
+        share = torch.from_numpy(need(run, "outlier_share"))
+        published.append(int(outlier_features(share, Thresholds()).sum()))
     at = layer, dimension = torch.nonzero(marked[0] | marked[1], as_tuple=True)
     pair = sizes[0][at], sizes[1][at]
     # An outlier of one model is so many times the median there; in the other it may be as any dimension.
-    least = np.where(marked[0][layer, dimension], 0.0, np.inf)
+    least = np.where(marked[0][at], 0.0, np.inf)
     rows = pd.DataFrame({"layer": layer.numpy(), "dimension": dimension.numpy()})
     table = Joined(rows, {"value": pair}).table().assign(**statuses(pair, least, _contexts(reference)))
-    new = table["status"].eq(NEW) & marked[1][layer, dimension].numpy()
-    table["status"] = np.where(least == 0, table["status"], np.where(new, NEW, UNDECIDED))
-    published = [
-        int(outlier_features(torch.from_numpy(need(run, "outlier_share")), Thresholds()).sum())
-        for run in runs
-    ]
     return Survival(
         "outlier dimensions",
         "outlier dimension",
         "a dimension of a residual layer whose typical size, exp E ln |x| over the tokens past the first, stands out "
         f"from the layer's own dimensions ({percent(level)} of layers have one by chance); of its size over that of "
         f"the median dimension, it {BY_HALVES}",
-        table.assign(least=least),
+        table,
         Change("outlier dimensions, summed over layers", *(int(of_run.sum()) for of_run in marked)),
         details=(f"by the published rule (|x| ≥ 6) {published[0]} → {published[1]}",),
         contexts=_contexts(reference),
@@ -301,15 +266,16 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
 
 def massive_activations(reference: Run, other: Run) -> Survival:
     """Compare massive activations by residual layer, dimension, and place: their number before and after."""
-    sides = []
-    for run in (reference, other):
+
+    def units(run: Run) -> Units:
         dimensions = run.outliers[["layer", "dimension"]].astype(int)
         rows = pd.concat([dimensions.assign(position=position) for position in ("first", "later")])
         by_position = stacked([number_of(run, "outliers", name) for name in ("massive_first", "massive")])
         counts = Jackknifed(by_position.value.flatten(), by_position.without.flatten(1))
         some = counts.value > 0
-        sides.append(Units(rows[some.numpy()], {"value": counts[some]}))
-    joined = join(sides[0], sides[1], ["layer", "dimension", "position"])
+        return Units(rows[some.numpy()], {"value": counts[some]})
+
+    joined = join(["layer", "dimension", "position"], units(reference), units(other))
     return Survival(
         "massive activations",
         "massive dimension",
@@ -318,36 +284,31 @@ def massive_activations(reference: Run, other: Run) -> Survival:
         "with the whole 95 % interval",
         by_halves(joined, 1, _contexts(reference)),
         Change.of("massive activations, summed over layers", torch.sum, *joined.numbers["value"]),
-        least=1,
         contexts=_contexts(reference),
     )
 
 
 def positions(reference: Run, other: Run) -> Survival:
     """Compare the positional basis by residual layer: rank, relative norm, directions, and curve in any directions."""
-    names = {"rank": "rank", "value": "relative_norm", "pp_low_frequency_10": "pp_low_frequency_10"}
-    joined = _joined(
-        (reference, other),
-        "layers",
-        ["layer"],
-        lambda run: {name: number_of(run, "layers", of) for name, of in names.items()},
+    runs, columns = (reference, other), {"rank": "rank", "value": "relative_norm"}
+    numbers = [{name: number_of(run, "layers", of) for name, of in columns.items()} for run in runs]
+    joined = join(
+        ["layer"], *(Units(run.layers[["layer"]], of) for run, of in zip(runs, numbers, strict=True))
     )
-    floors = [np.nan_to_num(value_of(run, "relative_norm_floor")) for run in (reference, other)]
-    overlaps, owed = overlap(reference, other, by_energy=True), overlap_bias(reference, other)
-    kept, turned, margin = decided(A_HALF, overlaps, bias=owed)
-    table = joined.table().assign(overlap_margin=margin, overlap=overlaps.value.numpy())
-    table["curve"] = [linear_cka(p, q) for p, q in zip(*_bases(reference, other), strict=True)]
-    table = table.assign(**statuses(joined.numbers["value"], floors[0], _contexts(reference)))
-    norms, is_unit = table["status"], np.isfinite(table["least"])
-    status = status_of(kept & (norms == SURVIVED), turned | (norms == LOST))
-    table["status"] = np.where(is_unit, status, norms)
+    floors = [np.nan_to_num(value_of(run, "relative_norm_floor")) for run in runs]
+    overlaps = overlap(*runs, by_energy=True)
+    kept, turned, _ = decided(A_HALF, overlaps, bias=overlap_bias(*runs))
+    table = joined.table().assign(
+        overlap=overlaps.value.numpy(),
+        curve=[linear_cka(p, q) for p, q in zip(*map(_basis, runs), strict=True)],
+        **statuses(joined.numbers["value"], floors[0], _contexts(reference)),
+    )
+    table = with_directions(table, kept, turned)
+    table = table[np.isfinite(table["least"]) | (table["after"] >= floors[1])].reset_index(drop=True)
     norm, rank = (
-        Change.of(mean_of("layers", column_name), torch.nanmean, *joined.numbers[name])
-        for name, column_name in (("value", "relative_norm"), ("rank", "rank"))
+        Change.of(mean_of("layers", of), torch.nanmean, *joined.numbers[name])
+        for name, of in (("value", "relative_norm"), ("rank", "rank"))
     )
-    table = table.rename(columns={end: f"relative_norm_{end}" for end in ENDS})
-    has_basis = is_unit | (table["relative_norm_after"] >= floors[1])
-    table = table[has_basis].reset_index(drop=True)
     return Survival(
         "positional basis",
         "layer",
@@ -355,7 +316,7 @@ def positions(reference: Run, other: Run) -> Survival:
         "directions, as many as the rank, lies along the other's (overlap) and at least half of its relative norm is "
         "left, and is lost where less of one is, each with the whole 95 % interval; curve: similarity of the "
         "positions' Gram matrices (linear CKA), which is invariant to rotation",
-        table,
+        table.rename(columns={end: f"relative_norm_{end}" for end in ENDS}),
         norm,
         verb=("keeps its positional basis", "keep their positional basis"),
         details=(
@@ -364,18 +325,15 @@ def positions(reference: Run, other: Run) -> Survival:
             f"{number(chance_overlap(reference), 2)})",
             f"similarity of its Gram matrix (linear CKA) {number(table['curve'].mean(), 2)}",
         ),
-        directions="overlap",
         contexts=_contexts(reference),
     )
 
 
-def _bases(*runs: Run) -> list[Float[Tensor, "layers positions width"]]:
-    """Return positional bases without position 0, or without the tokens before an image's patches."""
-    leading = [1 if (grid := grid_of(run)) is None else grid.leading for run in runs]
-    return [
-        torch.from_numpy(need(run, "positional_basis")[:, first:]).double()
-        for run, first in zip(runs, leading, strict=True)
-    ]
+def _basis(run: Run) -> Float[Tensor, "layers positions width"]:
+    """Return the positional basis without position 0, or without the tokens before an image's patches."""
+    grid = grid_of(run)
+    first = 1 if grid is None else grid.leading
+    return torch.from_numpy(need(run, "positional_basis")[:, first:]).double()
 
 
 def linear_cka(p: Float[Tensor, "positions width"], q: Float[Tensor, "positions width"]) -> float:
@@ -387,8 +345,8 @@ def linear_cka(p: Float[Tensor, "positions width"], q: Float[Tensor, "positions 
 def overlap(first: Run, second: Run, *, by_energy: bool = False) -> Jackknifed:
     """Compute ‖VᵀV′‖_F²/k of both positional bases' k leading directions by layer, k the first one's rank.
 
-    With what it is without each group of contexts, which both runs read. `by_energy`: each of the first one's
-    directions counts by its squared singular value, so that those that sampling exchanges count little.
+    `by_energy`: each of the first one's directions counts by its squared singular value, so that those that sampling
+    exchanges count little.
     """
     ranks = _ranks(first)
     (one, shares), (two, _) = (_leading(run, ranks, by_energy) for run in (first, second))
@@ -415,15 +373,13 @@ def _leading(run: Run, ranks: Tensor, by_energy: bool) -> tuple[Jackknifed, Floa
     And how much each counts: evenly, or by its squared singular value; 1 in all.
     """
     without = run.arrays[DIRECTIONS].double()
-    _, values, directions = torch.linalg.svd(_bases(run)[0], full_matrices=False)
+    _, values, directions = torch.linalg.svd(_basis(run), full_matrices=False)
     most = without.shape[2]
     kept = torch.arange(values.shape[1]) < ranks[:, None]
     shares = (values.square() if by_energy else torch.ones_like(values)) * kept
     kept = kept[:, :most].unsqueeze(-1)
-    return (
-        Jackknifed(directions[:, :most] * kept, without * kept),
-        shares / shares.sum(dim=1, keepdim=True),
-    )
+    numbers = Jackknifed(directions[:, :most] * kept, without * kept)
+    return numbers, shares / shares.sum(dim=1, keepdim=True)
 
 
 def _overlaps(
@@ -452,9 +408,8 @@ def head_outputs(reference: Run, other: Run) -> Survival:
     layers, heads, tokens = reference.arrays["written"].shape[:3]
     contexts = int(context.max()) + 1
     squares = torch.zeros(3, contexts, layers, heads, dtype=torch.float64)
-    for layer, (one, two) in enumerate(
-        zip(reference.arrays["written"], other.arrays["written"], strict=True)
-    ):
+    written = zip(reference.arrays["written"], other.arrays["written"], strict=True)
+    for layer, (one, two) in enumerate(written):
         for kind, values in enumerate((two.double() - one, one.double(), two.double())):
             squares[kind, :, layer].index_add_(0, context, values.square().sum(dim=2).T)
     changed, old, new = squares.flatten(2)
@@ -472,48 +427,46 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         relative_difference=np.divide(difference, before, out=np.full(len(before), np.nan), where=writes),
         norm_before=before,
         norm_after=after,
-        norm_difference=after - before,
         status=np.where(writes, status_of(survives, lost), NEW),
     )
-    table = table[writes | (after > 0)].reset_index(drop=True)
-    what = "‖new − old‖/‖old‖, mean over heads"
     # ‖new − old‖/‖old‖ over all tokens, mean over the heads that write.
     relative = combined(
         lambda lost: lost.clamp_min(0).sqrt().mean(), ratio(changed[:, writes], old[:, writes])
     )
-    change_of_outputs = Estimate(float(relative.value), float(relative.error), contexts, "contexts")
+    estimate = Estimate(float(relative.value), float(relative.error), contexts, "contexts")
+    alike = judge("heads write nearly the same", "‖new − old‖/‖old‖, mean over heads", estimate, ALIKE)
     return Survival(
         OUTPUTS,
         "head",
         f"what a head adds to the stream, o W_O, at {tokens} tokens past the first: it survives where at least "
         "half of its squared norm is retained, 1 − ‖new − old‖²/‖old‖² ≥ ½, and is lost where less is, each with the "
         "whole 95 % interval (over contexts)",
-        table,
+        table[writes | (after > 0)].reset_index(drop=True),
         Change("mean norm of the outputs", before.mean(), after.mean()),
         verb=("keeps its output", "keep their output"),
-        least=1.0,
         contexts=contexts,
-        further=(judge("heads write nearly the same", what, change_of_outputs, ALIKE),),
+        further=(alike,),
     )
 
 
 def entropies(reference: Run, other: Run) -> Survival:
     """Compare the mean attention entropy of every head, and its share of the maximum."""
 
-    def numbers(run: Run) -> dict[str, Jackknifed]:
+    def units(run: Run) -> Units:
         entropy, of_heads = number_of(run, "heads", "entropy"), entropy_share(run)
         assert of_heads is not None  # a survey of a text has entropies
         share = torch.from_numpy(of_heads)
-        return {"value": entropy, "share": Jackknifed(share, entropy.without / (entropy.value / share))}
+        shares = Jackknifed(share, entropy.without / (entropy.value / share))
+        return Units(run.heads[HEAD], {"value": entropy, "share": shares})
 
-    joined = _joined((reference, other), "heads", HEAD, numbers)
+    joined = join(HEAD, units(reference), units(other))
     joined = joined.where(joined.table()["difference"].notna().to_numpy())
     sides = joined.numbers["share"]
     first, second = (side.value.numpy() for side in sides)
     similar, changed, _ = decided(A_TENTH, combined(torch.sub, sides[1], sides[0]))
     # The ranges that both are in, at either end of their intervals.
     (low, high), (new_low, new_high) = (
-        [range_of(side.value.numpy() + sign * margins(side.error, GROUPS)) for sign in (-1, 1)]
+        [range_of(side.value.numpy() + sign * sigmas(GROUPS) * side.error.numpy()) for sign in (-1, 1)]
         for side in sides
     )
     kept = similar & (low == new_high) & (high == new_low)
@@ -543,25 +496,19 @@ def head_types(reference: Run, other: Run) -> Survival:
     """Compare the heads that follow a pattern or attend to sinks, by the report's thresholds."""
     runs, tables, units = (reference, other), [], np.zeros(2, dtype=int)
     for role in ROLES:
-        if not any(role.column in run.heads for run in runs):
-            continue
-
-        def numbers(run: Run, name: str = role.column) -> dict[str, Jackknifed]:
-            score = number_of(run, "heads", name)
-            return {"value": Jackknifed(score.value.nan_to_num(), score.without)}
-
-        joined = _joined(runs, "heads", HEAD, numbers)
-        units += [int((score.value >= role.threshold).sum()) for score in joined.numbers["value"]]
-        of_role = by_halves(joined, role.threshold, _contexts(reference))
-        of_role.insert(len(HEAD), "type", role.title)
-        tables.append(of_role)
-    table = pd.concat(tables, ignore_index=True)
+        if any(role.column in run.heads for run in runs):
+            scores = ({"value": _or_zero(number_of(run, "heads", role.column))} for run in runs)
+            joined = join(HEAD, *(Units(run.heads[HEAD], of) for run, of in zip(runs, scores, strict=True)))
+            units += [int((score.value >= role.threshold).sum()) for score in joined.numbers["value"]]
+            of_role = by_halves(joined, role.threshold, _contexts(reference))
+            of_role.insert(len(HEAD), "type", role.title)
+            tables.append(of_role)
     thresholds = "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in ROLES)
     return Survival(
         "head types",
         "head role",
         f"{thresholds}; it {BY_HALVES}",
-        table,
+        pd.concat(tables, ignore_index=True),
         Change("roles of heads", *units),
         contexts=_contexts(reference),
     )
@@ -569,30 +516,25 @@ def head_types(reference: Run, other: Run) -> Survival:
 
 def spectra(reference: Run, other: Run) -> Survival:
     """Compare W_QK of every head: trace, Frobenius norm, r, and the regime that they put it in."""
-    runs = (reference, other)
-    columns = [
-        name for name in ("trace", "r", "regime", "regime_data") if all(name in run.heads for run in runs)
-    ]
-    one, two = (
-        run.heads[[*HEAD, *columns]].assign(
-            frobenius=np.sqrt(number_of(run, "heads", "frobenius_squared").value.numpy())
+
+    def units(run: Run) -> Units:
+        norm = number_of(run, "heads", "frobenius_squared").value.sqrt()
+        return Units(
+            run.heads[[*HEAD, "trace", "r", "regime"]], {"frobenius": Jackknifed.constant(norm, GROUPS)}
         )
-        for run in runs
-    )
-    table = one.merge(two, on=HEAD, suffixes=("_before", "_after"))
-    table["frobenius_difference"] = table["frobenius_after"] - table["frobenius_before"]
+
+    table = join(HEAD, units(reference), units(other)).table()
     table = table[table["frobenius_difference"].notna()].reset_index(drop=True)
     first, second = (table[f"frobenius_{side}"] for side in SIDES)
     before, after = first.to_numpy()[:, None], second.to_numpy()
     same_regime = table["regime_before"].to_numpy()[:, None] == table["regime_after"].to_numpy()
     holds: Flags = same_regime & (after >= HALF * before) & (before >= HALF * after)
-    table["status"] = np.where(np.diagonal(holds), SURVIVED, LOST)
     return Survival(
         "spectra",
         "head",
         "W_QK of a head: survives where its Frobenius norm changes by at most a factor of two and its regime (from "
         "the weights alone) is the same",
-        table,
+        table.assign(status=np.where(np.diagonal(holds), SURVIVED, LOST)),
         Change("mean Frobenius norm of W_QK", first.mean(), second.mean()),
         verb=("keeps the norm and regime of W_QK", "keep the norm and regime of W_QK"),
         by_chance=expected_by_chance(holds),

@@ -1,14 +1,10 @@
-"""The key numbers of a series of checkpoints, or of any models: one table, and curves over training.
-
-Each model is surveyed by itself; nothing is measured here.
-"""
+"""The key numbers of a series of checkpoints, or of any models: one table, and curves over training."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -31,24 +27,18 @@ def step_of(name: str) -> int | None:
     return int(numbers[-1]) if numbers else None
 
 
-def series_table(runs: Mapping[str, Run]) -> pd.DataFrame:
-    """Tabulate runs ordered by step: `name`, `step` (missing where a name has none), and `summary_row`."""
-    rows: list[dict[str, Any]] = [
-        {"name": name, "step": step_of(name), **summary_row(run)} for name, run in runs.items()
-    ]
-    table = pd.DataFrame(rows).astype({"step": "Int64"})
-    return table.sort_values(["step", "name"], kind="stable", na_position="last", ignore_index=True)
-
-
 def write_series(runs: Mapping[str, Run], out: Path) -> tuple[pd.DataFrame, Path]:
     """Write `out`/series.csv and a page with curves below `out`/report; returns the table and the page's path.
 
-    Curves need a step in each name, and no two alike; without, the page has the table alone.
+    A row a run, by step: `name`, `step` (missing where a name has none), and `summary_row`. Curves need a step in each
+    name, and no two alike; without, the page has the table alone.
 
     Raises:
         WorkError: they cannot be written.
     """
-    table = series_table(runs)
+    rows = [{"name": name, "step": step_of(name), **summary_row(run)} for name, run in runs.items()]
+    table = pd.DataFrame(rows).astype({"step": "Int64"})
+    table = table.sort_values(["step", "name"], kind="stable", na_position="last", ignore_index=True)
     shown = {name: title for name, title in measures().items() if table[name].notna().any()}
     outcome = Outcome(tables={"models": table})
     if bool(table["step"].notna().all()) and table["step"].is_unique:

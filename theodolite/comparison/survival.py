@@ -1,4 +1,4 @@
-"""Join two tables by key, decide which units survive, and sum that up for one part of the mechanism."""
+"""Join the units of two runs by key, decide which survive, and sum that up for one part of the mechanism."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from theodolite.system.wording import counted, head_name, listed, number, percen
 from theodolite.theory.unbiased import Jackknifed, combined
 
 SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
-HALF = 0.5
-"""What survives retains at least this share (ours)."""
+HALF = 0.5  # what survives retains at least this share (ours)
 NEARLY_ALL = Criterion("at least", 0.9, "“keeps” read as: nine tenths are left (ours)")
 MORE_THAN_HARDLY_ANY = Criterion("more than", 0.1, "“loses” read as: a tenth is left, or less (ours)")
 BY_HALVES = "survives where at least half of that is left, and is lost where less is, each with the whole 95 % interval"
-"""The rule of halves in words (`statuses`)."""
-ABOVE_NOISE = "and more often than by twice its standard error"
-"""What a unit is besides, in words: one that few contexts show says nothing about the model."""
+ABOVE_NOISE = (
+    "and more often than by twice its standard error"  # one that few contexts show says nothing of the model
+)
 LEFT = Criterion("at least", 0.0, "ours")  # of what is left beyond the half that survives
 NAMED = 4  # units that a sentence names
 SIDES = ("before", "after")
 ENDS = (*SIDES, "difference", "se")
 
 Flags = npt.NDArray[np.bool_]
-Pair = tuple[Jackknifed, Jackknifed]
-"""A number of every unit before and after, and what it is without each group of contexts, the same in both runs."""
+Pair = tuple[
+    Jackknifed, Jackknifed
+]  # a number of every unit before and after, from the same groups of contexts
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Joined:
         return Joined(self.rows[chosen].reset_index(drop=True), numbers)
 
     def table(self) -> pd.DataFrame:
-        """Tabulate the numbers: `NAME_before`, `NAME_after`, `NAME_difference`, `NAME_se`; of `value` without the name.
+        """Tabulate the numbers as `NAME_before`, `NAME_after`, `NAME_difference` and `NAME_se`, its standard error.
 
-        `se` is the standard error of the difference.
+        Of `value` without the name.
         """
         columns: dict[str, npt.NDArray[np.float64]] = {}
         for name, (before, after) in self.numbers.items():
@@ -75,11 +75,10 @@ class Joined:
         return self.rows.assign(**columns)
 
 
-def join(before: Units, after: Units, key: Sequence[str]) -> Joined:
-    """Join the units of two runs by key: every key of either. Numbers are 0 where a run lacks the key.
+def join(key: Sequence[str], before: Units, after: Units) -> Joined:
+    """Join the units of two runs by `key`, columns of both: every key of either. Numbers are 0 where a run lacks it.
 
-    Args:
-        key: columns of both; all others become `COLUMN_before` and `COLUMN_after`.
+    All other columns become `COLUMN_before` and `COLUMN_after`.
     """
     frames = []
     for units in (before, after):
@@ -87,10 +86,9 @@ def join(before: Units, after: Units, key: Sequence[str]) -> Joined:
         texts = dict.fromkeys(units.rows.select_dtypes(exclude="number"), object)
         frames.append(units.rows.astype(texts).assign(place=np.arange(len(units.rows))))
     rows = frames[0].merge(frames[1], "outer", list(key), suffixes=("_before", "_after"), sort=True)
-    places = [torch.tensor(rows.pop(f"place_{side}").fillna(-1).to_numpy(np.int64)) for side in SIDES]
+    old, new = (torch.tensor(rows.pop(f"place_{side}").fillna(-1).to_numpy(np.int64)) for side in SIDES)
     numbers = {
-        name: (_taken(number_before, places[0]), _taken(after.numbers[name], places[1]))
-        for name, number_before in before.numbers.items()
+        name: (_taken(before.numbers[name], old), _taken(after.numbers[name], new)) for name in before.numbers
     }
     return Joined(rows, numbers)
 
@@ -115,12 +113,11 @@ class Change:
     def of(cls, name: str, reduce: Callable[[Tensor], Tensor], *sides: Jackknifed) -> Change:
         """Compute a sum or mean over units before and after, with the error of the difference."""
         before, after = (combined(reduce, side) for side in sides)
-        return cls(
-            name, float(before.value), float(after.value), float(combined(torch.sub, before, after).error)
-        )
+        error = combined(torch.sub, before, after).error
+        return cls(name, float(before.value), float(after.value), float(error))
 
     def __str__(self) -> str:
-        within = self.error > 0 and abs(self.after - self.before) <= margins(self.error, GROUPS)
+        within = self.error > 0 and abs(self.after - self.before) <= sigmas(GROUPS) * self.error
         words = f"{self.name} {number(self.before)} → {number(self.after)}"
         return f"{words} (within the 95 % interval)" if within else words
 
@@ -132,35 +129,29 @@ class Survival:
     name: str  # of the part: `sinks`, `tags`, …
     unit: str  # what is counted, in the singular
     criterion: str  # what makes a unit, and when it survives
-    table: (
-        pd.DataFrame
-    )  # one row per unit, with `status`; `before`, `after`, `difference`, `se` if it has them
+    # One row per unit, with `status`; `before`, `after`, `difference`, `se` if it has them; `least`, what makes a unit
+    # (infinite: it is none of the reference), where some are units of the other model alone.
+    table: pd.DataFrame
     moved: Change  # the part in one number
     verb: tuple[str, str] = ("survives", "survive")  # what a unit that survives does, of one and of several
     details: tuple[str | Change, ...] = ()  # further clauses of the sentence, where anything changed
     weight: str = ""  # the column by which units count; empty: each counts once
     by_chance: float = 0.0  # how many units would survive if heads were matched at random; 0: none
-    least: float = 0.0  # what makes a unit of `before`; the column `least` where each has its own
     paired: Estimate | None = None  # share of the whole family left, over contexts; None: read off the units
     further: tuple[Verdict, ...] = ()  # verdicts on more than what survives
     contexts: int = 0  # that the units' errors rest on; 0: none are known, so that the part is not decided
     certain: bool = False  # no other text would say anything else: spectra of weights, or one model twice
-    directions: str = ""  # the column that is 1 where a unit's directions are as they were
 
     def count(self, status: str) -> int:
         """Count the units with this status."""
         return int((self.table["status"] == status).sum())
 
-    def _of_reference(self, weight: str = "") -> tuple[float, float, float]:
+    def _of_reference(self, weight: str = "") -> list[float]:
         """Count the units of the reference that survive, are lost, and are undecided; or sum their weights."""
-        table = self.table
-        weights = table[weight] if weight else pd.Series(1.0, table.index)
-        is_open = table["status"] == UNDECIDED
-        if "before" in table:
-            is_open &= table["before"] >= table.get("least", self.least)
-        rows = (table["status"] == SURVIVED, table["status"] == LOST, is_open)
-        survived, lost, unknown = (float(weights[of].sum()) for of in rows)
-        return survived, lost, unknown
+        one_each = pd.Series(1.0, self.table.index)
+        status = self.table["status"].where(np.isfinite(self.table.get("least", one_each)), NEW)
+        weights = self.table[weight] if weight else one_each
+        return [float(weights[status == each].sum()) for each in (SURVIVED, LOST, UNDECIDED)]
 
     @property
     def undecided(self) -> int:
@@ -177,9 +168,9 @@ class Survival:
         """The share of the reference's units that is left, over all: `paired`, or counted from their statuses.
 
         Then the interval goes from where all undecided ones are lost to where all of them survive, and what chance
-        would keep is taken off both the units and those that survive. Where units have weights, which ones there are
-        and what they weigh is itself known from these contexts only: the score test's interval of a share of so many
-        contexts at a limit of nine tenths (or of one) is added, √(0.9 · 0.1/n) with half a context (Yates).
+        would keep is taken off both the units and those that survive. What units weigh is itself known from these
+        contexts only: for that, the score test's interval of a share of so many contexts at nine tenths is added,
+        √(0.9 · 0.1/n) with half a context (Yates).
         """
         if self.paired is not None:
             return self.paired
@@ -206,10 +197,9 @@ class Survival:
         return part if part.exact else self
 
     def verdict(self, claim: str) -> Verdict:
-        """Judge whether the part survives, by the share that is left with its interval.
+        """Judge whether nearly all of the part is left, hardly any (it fails), or neither (in part).
 
-        It holds if nearly all of it is left, fails if hardly any is, and holds in part if neither. Where chance would
-        keep nearly all as well, nothing can be told.
+        Where chance would keep nearly all as well, nothing can be told.
         """
         if self.by_chance >= NEARLY_ALL.limit * max(self.of_reference, 1):
             return untestable(claim, f"by chance {self.by_chance:.1f} of {self.of_reference} would survive")
@@ -224,10 +214,9 @@ class Survival:
     @property
     def exact(self) -> bool:
         """True if nothing differs at all."""
-        if self.directions and (self.table[self.directions] < 1 - 1e-6).any():
-            return False
-        differences = self.table.filter(regex="difference$").fillna(0)
-        return self.count(SURVIVED) == len(self.table) and not differences.any(axis=None)
+        turned = (self.table.filter(["cosine", "overlap"]) < 1 - 1e-6).any(axis=None)
+        differs = self.table.filter(regex="difference$").fillna(0).any(axis=None)
+        return self.count(SURVIVED) == len(self.table) and not turned and not differs
 
     @property
     def sentence(self) -> str:
@@ -262,25 +251,15 @@ class Survival:
             name = sink_name(row) if "kind" in row else head_name(row["layer"], row["head"])
             name += f" as {row['type'].removesuffix(' head')}" if "type" in row else ""
             ends = [number(row[side]) for side in SIDES if side in row]
-            turned = f", {self.directions} {number(row[self.directions])}" if self.directions else ""
+            turned = f", cosine {number(row['cosine'])}" if "cosine" in row else ""
             names.append(f"{name} ({' → '.join(ends)}{turned})" if ends else name)
         return names
 
-    @property
-    def needed(self) -> str:
-        """Say how many contexts would decide half of the undecided units; empty where nobody knows."""
-        if "contexts_needed" not in self.table:
-            return ""
-        needed = self.table.loc[self.table["status"] == UNDECIDED, "contexts_needed"].fillna(np.inf)
-        half = needed.sort_values().iloc[(len(needed) - 1) // 2]
-        return (
-            f"; about {number(float(f'{half:.2g}'))} contexts would decide half of them"
-            if half < np.inf
-            else ""
-        )
-
     def counts(self) -> str:
-        """Say how many units survive, `31 of 34 sinks survive`, are new, and are undecided."""
+        """Say how many units survive, `31 of 34 sinks survive`, are new, and are undecided.
+
+        And how many contexts would decide half of these, where that is known.
+        """
         survived, total = self.count(SURVIVED), self.of_reference
         text = f"{survived} of {counted(total, self.unit)} {self.verb[0 if survived == 1 else 1]}"
         if self.by_chance:
@@ -289,19 +268,15 @@ class Survival:
             weights = self._of_reference(self.weight)
             text += f" ({percent(weights[0] / sum(weights))} by weight)"
         text += f", {new} new" if (new := self.count(NEW)) else ""
-        return (
-            f"{text}, {self.undecided} undecided (within the 95 % interval{self.needed})"
-            if self.undecided
-            else text
-        )
-
-
-def margins(errors: npt.ArrayLike, n: npt.ArrayLike) -> Floats:
-    """Compute half the widths of 95 % intervals (Student's t of n things, or as many a row).
-
-    NaN where the error is not known, or rests on one thing.
-    """
-    return sigmas(n) * np.asarray(errors, dtype=np.float64)
+        if not self.undecided:
+            return text
+        text += f", {self.undecided} undecided (within the 95 % interval"
+        if "contexts_needed" in self.table:
+            needed = self.table.loc[self.table["status"] == UNDECIDED, "contexts_needed"].fillna(np.inf)
+            half = needed.sort_values().iloc[(len(needed) - 1) // 2]
+            if half < np.inf:
+                text += f"; about {number(float(f'{half:.2g}'))} contexts would decide half of them"
+        return f"{text})"
 
 
 def decided(
@@ -336,19 +311,12 @@ def established(numbers: Jackknifed, least: float | Floats) -> Flags:
 
 
 def statuses(pair: Pair, least: float | Floats, contexts: int = 0) -> dict[str, npt.NDArray[Any]]:
-    """Decide by the rule of halves which units survive.
+    """Decide by the rule of halves which units survive: the columns `status`, `contexts_needed` to decide it, `least`.
 
-    A unit of the reference has at least `least` before, which is above twice its standard error. It survives where at
-    least half of that is left, and is lost where less is, each with the whole interval of after − before/2; else it is
-    undecided. What is a unit after only is new where there was less than half of it before, with the whole interval,
-    else undecided.
-
-    Args:
-        least: what makes a unit.
-        contexts: that both runs read.
-
-    Returns:
-        the columns `status`, `contexts_needed` to decide it, and `least`, infinite where it is none of the reference.
+    A unit of the reference has at least `least` before, above twice its standard error; that of others is infinite. It
+    survives where at least half of that is left, and is lost where less is, each with the whole interval of
+    after − before/2; else it is undecided. What is a unit after only is new where there was less than half of it
+    before, with the whole interval, else undecided. `contexts`: that both runs read.
     """
     before, after = pair
     is_unit = established(before, least)
@@ -362,11 +330,8 @@ def statuses(pair: Pair, least: float | Floats, contexts: int = 0) -> dict[str, 
     # Of a number within a standard error of the limit nobody knows on which side it will be.
     distance = np.where(left.value.abs() > left.error, left.value.abs(), np.nan)
     needed = np.where(is_unit & (status == UNDECIDED), contexts * np.square(margin / distance), np.nan)
-    return {
-        "status": status,
-        "contexts_needed": np.ceil(needed),
-        "least": np.where(is_unit, least, np.inf),
-    }
+    least = np.where(is_unit, least, np.inf)
+    return {"status": status, "contexts_needed": np.ceil(needed), "least": least}
 
 
 def by_halves(joined: Joined, least: float, contexts: int) -> pd.DataFrame:
@@ -381,9 +346,13 @@ def status_of(kept: Flags, lost: Flags) -> npt.NDArray[np.str_]:
     return np.where(kept, SURVIVED, np.where(lost, LOST, UNDECIDED))
 
 
-def expected_by_chance(holds: Flags) -> float:
-    """Compute how many of N units survive by chance: Σ over pairs (i, j) of whether i before and j after match, over N.
+def with_directions(table: pd.DataFrame, kept: Flags, turned: Flags) -> pd.DataFrame:
+    """Ask of units of the reference that their directions survive as well: what has either lost is lost."""
+    status = table["status"]
+    both = status_of(kept & (status == SURVIVED), turned | (status == LOST))
+    return table.assign(status=np.where(np.isfinite(table["least"]), both, status))
 
-    This is the mean over all orders of what is after, exactly.
-    """
+
+def expected_by_chance(holds: Flags) -> float:
+    """Compute how many of N units survive in the mean over all orders of those after; `holds`: which pairs match."""
     return float(holds.sum()) / len(holds) if len(holds) else 0.0

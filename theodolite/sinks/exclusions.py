@@ -1,15 +1,15 @@
 """Sinks and outlier dimensions of a run, as a small JSON file of what other analyses should exclude.
 
-For those who train sparse autoencoders, quantise or prune, and want tokens and dimensions of the mechanism apart. A
-rule says where (layer, and head or dimension) and of which tokens: those that are sinks nearly wherever they stand. Of
-other tokens single occurrences are remembered. The file needs no theodolite to be read; `docs/sinks.md` has its fields.
+For those who train sparse autoencoders, quantise or prune. A rule says where (layer, and head or dimension) and of
+which tokens: those that are sinks nearly wherever they stand. Of other tokens single occurrences are remembered. The
+file needs no theodolite to be read; `docs/sinks.md` has its fields.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,11 +29,10 @@ from theodolite.system.files import disk_errors, write_text
 from theodolite.system.run_folders import TRACE
 
 SCHEMA_VERSION = 2
-LEAST_SHARE = 0.01
-"""A sink or massive activation that fewer contexts have, or an outlier that fewer tokens have, is no rule."""
-
-NEARLY_ALL = 0.9
-"""A token has a rule where at least this share of its occurrences are sinks, or massive."""
+LEAST_SHARE = (
+    0.01  # of contexts that have a sink or massive activation, or of tokens that have an outlier, for a rule
+)
+NEARLY_ALL = 0.9  # a token has a rule where at least this share of its occurrences are sinks, or massive
 
 Kind = Literal["sink", "outlier dimension", "massive activation"]
 
@@ -43,13 +42,9 @@ class Rule:
     """One sink, outlier dimension or massive activation to exclude.
 
     Attributes:
-        kind: an attention sink, an outlier dimension, or a massive activation.
-        layer: the block of a head, counted from 0; or the residual layer of a dimension, 0 entering the first block.
-        head: of a sink.
-        dimension: of an outlier or a massive activation.
+        layer: the block of a head; or the residual layer of a dimension, 0 entering the first block.
         first: only at position 0 (True), only later (False), wherever it stands (None).
-        token_id, token: only of this token; None: of every token, and for a sink with neither a position nor a token,
-            the head's learned column.
+        token_id, token: only of this token; None: of every token, and of a sink without `first` the learned column.
         share: of contexts that have this sink or massive activation, or of tokens that have this outlier.
         occurrences, of_occurrences: how often the token stands after position 0, and the share of these that are such.
     """
@@ -83,7 +78,7 @@ class Exclusions:
         occurrences: that no rule flags: layer, key of the context (`context_key`) and position.
         accuracy: of `tokens` and of `mask` on that text, by these names: of tokens that are sinks or massive in any
             layer. Empty where none is, and for a survey.
-        model: id and hash of the checkpoint.
+        model: id, revision and hash of the checkpoint.
         corpus: name and hash of the text.
     """
 
@@ -101,8 +96,7 @@ class Exclusions:
             run: from `survey`, `trace_sinks` or `find_outliers`. A trace knows of no outliers, `find_outliers` of no
                 sinks, but of the tokens that carry massive activations and of outliers by rules from data. A survey
                 names no token after position 0: it does not know at which occurrences one is a sink.
-            least_share: of contexts or tokens below which there is no rule. Outlier dimensions by rules from data have
-                none: they are large in most tokens, by whatever size is typical of their layer.
+            least_share: of contexts or tokens below which there is no rule, but for outliers by rules from data.
 
         Raises:
             UsageError: a run of weights alone, or a share that is none.
@@ -111,30 +105,35 @@ class Exclusions:
             raise UsageError(f"least share {least_share} is not a share: give one from 0 to 1")
         if not isinstance(run, Run | Outliers):
             raise UsageError(f"exclusions are made of a run or of outliers, not of {type(run).__name__}")
-        provenance = run.numbers if isinstance(run, Outliers) else run.provenance
-        if not provenance.get("corpus"):
+        source = run.numbers if isinstance(run, Outliers) else run.provenance
+        if not source.get("corpus"):
             raise UsageError(
                 "these are spectra of weights, and no text was read: give the folder of a survey"
             )
-        contexts = provenance["contexts"] if isinstance(run, Outliers) else provenance["corpus"]["contexts"]
+        contexts = source["contexts"] if isinstance(run, Outliers) else source["corpus"]["contexts"]
         places = pd.DataFrame(columns=list(COLUMNS), dtype=int)
         if isinstance(run, Outliers):
             places = pd.DataFrame(run.places.numpy(), columns=list(COLUMNS))
-            rules = [*_found_rules(run, least_share)]
-            rules += _token_rules("massive activation", run.massive, places, contexts, least_share)
+            rules = [
+                *_found_rules(run, contexts, least_share),
+                *_token_rules("massive activation", run.massive, places, contexts, least_share),
+            ]
         elif run.kind == TRACE:
             places = pd.DataFrame(run.arrays["sink_places"].numpy(), columns=list(COLUMNS))
-            rules = [*_traced_rules(run, least_share)]
+            rules = [
+                _rule("sink", row, row.share, first=True if row.kind == "first" else None)
+                for row in run.traces[run.traces["share"] >= least_share].itertuples()
+                if row.kind not in NAMED
+            ]
             rules += _token_rules("sink", run.traces, places, contexts, least_share)
         else:
-            rules = [*_sink_rules(run, least_share), *_outlier_rules(run, least_share)]
+            rules = list(_surveyed_rules(run, contexts, least_share))
         rules.sort(key=lambda rule: (rule.layer, rule.kind, rule.head or 0, rule.dimension or 0))
-        model, corpus = provenance["model"], provenance["corpus"]
         return cls(
             tuple(rules),
             *_remembered(places, rules, contexts),
-            {name: model[name] for name in ("id", "revision", "sha256")},
-            {name: corpus[name] for name in ("name", "sha256")},
+            {name: source["model"][name] for name in ("id", "revision", "sha256")},
+            {name: source["corpus"][name] for name in ("name", "sha256")},
         )
 
     def tokens(
@@ -148,14 +147,13 @@ class Exclusions:
         """Flag the tokens to leave out (True): those that a rule names by id, or as the first of their context.
 
         Args:
-            ids: token ids, position 0 first.
             layer: only rules of this layer; None: of all.
             attention_mask, position_ids: of padded or packed rows, as `Corpus.from_ids` takes them; padding is never
                 flagged.
         """
-        chosen = torch.zeros_like(ids, dtype=torch.bool)
         rows = ids.reshape(-1, ids.shape[-1])
         position = positions_in_rows(rows, attention_mask, position_ids).to(ids.device).view_as(ids)
+        chosen = torch.zeros_like(ids, dtype=torch.bool)
         for rule in self.rules:
             of_some_tokens = rule.first is True or rule.token_id is not None
             if of_some_tokens and layer in (None, rule.layer):
@@ -215,12 +213,12 @@ class Exclusions:
             if version != SCHEMA_VERSION:
                 do = "upgrade theodolite" if version > SCHEMA_VERSION else "make it anew"
                 raise UsageError(f"{path} has schema {version}, this theodolite reads {SCHEMA_VERSION}: {do}")
-            accuracy = {of: Accuracy(**measured) for of, measured in values["accuracy"].items()}
-            rules, occurrences = values["rules"], values["occurrences"]
             return cls(
-                tuple(Rule(**rule) for rule in rules),
-                tuple((int(layer), int(key), int(position)) for layer, key, position in occurrences),
-                accuracy,
+                tuple(Rule(**rule) for rule in values["rules"]),
+                tuple(
+                    (int(layer), int(key), int(position)) for layer, key, position in values["occurrences"]
+                ),
+                {of: Accuracy(**measured) for of, measured in values["accuracy"].items()},
                 values["model"],
                 values["corpus"],
             )
@@ -230,51 +228,42 @@ class Exclusions:
             raise UsageError(f"{path} is no file of exclusions that theodolite wrote ({error})") from error
 
 
-def _rule(kind: Kind, row: Any, share: float, *, first: bool | None = None) -> Rule:
+def _rule(kind: Kind, row: Any, share: float, **more: Any) -> Rule:
     """Make a rule about the head or dimension of a row."""
-    place = {"head": int(row.head)} if kind == "sink" else {"dimension": int(row.dimension)}
-    return Rule(kind, int(row.layer), **place, first=first, share=float(share))  # type: ignore[arg-type]
+    part = "head" if kind == "sink" else "dimension"
+    more[part] = int(getattr(row, part))
+    return Rule(kind, int(row.layer), share=float(share), **more)
 
 
 def _token_rules(
     kind: Kind, table: pd.DataFrame, places: pd.DataFrame, contexts: int, least_share: float
-) -> Iterable[Rule]:
+) -> Iterator[Rule]:
     """Make a rule of each token that is a sink of a head, or massive in a dimension, nearly wherever it stands."""
     texts = dict(zip(table["token_id"], table["token"], strict=True))
-    of_token = places[places["position"] > 0].groupby(["layer", "part", "token_id"], as_index=False)
-    counts = of_token.agg(
+    part = "head" if kind == "sink" else "dimension"
+    later = places[places["position"] > 0].rename(columns={"part": part})
+    counts = later.groupby(["layer", part, "token_id"], as_index=False).agg(
         contexts=("context", "nunique"), places=("position", "size"), occurrences=("occurrences", "first")
     )
     for row in counts.itertuples():
         share, of_occurrences = row.contexts / contexts, row.places / row.occurrences
         if share >= least_share and of_occurrences >= NEARLY_ALL:
-            yield Rule(
+            yield _rule(
                 kind,
-                int(row.layer),
-                **{"head" if kind == "sink" else "dimension": int(row.part)},
+                row,
+                share,
                 first=False,
                 token_id=int(row.token_id),
                 token=str(texts[row.token_id]),
-                share=float(share),
                 occurrences=int(row.occurrences),
                 of_occurrences=float(of_occurrences),
             )
 
 
-def _traced_rules(run: Run, least_share: float) -> Iterable[Rule]:
-    for row in run.traces[run.traces["share"] >= least_share].itertuples():
-        if row.kind not in NAMED:
-            yield _rule("sink", row, row.share, first=True if row.kind == "first" else None)
-
-
-def _sink_rules(run: Run, least_share: float) -> Iterable[Rule]:
+def _surveyed_rules(run: Run, contexts: int, least_share: float) -> Iterator[Rule]:
     of_heads = run.sinks[run.sinks["first"]].groupby(["layer", "head"], as_index=False)["share"].sum()
     for row in of_heads[of_heads["share"] >= least_share].itertuples():
         yield _rule("sink", row, row.share, first=True)
-
-
-def _outlier_rules(run: Run, least_share: float) -> Iterable[Rule]:
-    contexts = run.provenance["corpus"]["contexts"]
     for row in run.outliers.itertuples():
         if row.share >= least_share:
             yield _rule("outlier dimension", row, row.share)
@@ -283,14 +272,13 @@ def _outlier_rules(run: Run, least_share: float) -> Iterable[Rule]:
                 yield _rule("massive activation", row, carriers / contexts, first=first)
 
 
-def _found_rules(outliers: Outliers, least_share: float) -> Iterable[Rule]:
+def _found_rules(outliers: Outliers, contexts: int, least_share: float) -> Iterator[Rule]:
     for row in outliers.dimensions.itertuples():
         if row.adaptive or (row.published and row.share >= least_share):
             yield _rule("outlier dimension", row, row.share)
     for row in position_0_as_one(outliers.massive).itertuples():
-        share = row.contexts / outliers.numbers["contexts"]
-        if row.first and share >= least_share:
-            yield _rule("massive activation", row, share, first=True)
+        if row.first and row.contexts / contexts >= least_share:
+            yield _rule("massive activation", row, row.contexts / contexts, first=True)
 
 
 def _remembered(

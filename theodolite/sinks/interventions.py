@@ -2,8 +2,7 @@
 
 Each is a context manager. While it is open the model is changed, whoever calls it: the model itself, `generate`, a
 survey. On leaving, also by an exception, every bit of it is as before. They nest, with each other and with anything
-that reads the model, and may be left in any order. The changes themselves are in `models.doors` and
-`models.weights`; what they do to the model is for the caller to measure.
+that reads the model, and may be left in any order.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from theodolite.models.doors.answers import Answer
 from theodolite.models.doors.taps import intervened
 from theodolite.models.guard import guarded
 from theodolite.models.weights.weight_map import Projection, find_projections, replaced
+from theodolite.theory.singular import by_gram_matrix
 
 Positions = int | Sequence[int] | Tensor
 """Positions from 0 on, the same in all contexts; or a bool tensor (contexts, positions), one context for all."""
@@ -33,8 +33,9 @@ Positions = int | Sequence[int] | Tensor
 Factors = Mapping[str, tuple[Float[Tensor, "features rank"], Float[Tensor, "rank width"]]]
 """For "q", "k", "v": left @ right is taken from the matrix as `nn.Linear` holds it, features head by head."""
 
-LEAST_SHARE = 1e-6
-"""A head that writes less than this of a direction writes none of it: what float32 weights are exact to."""
+LEAST_SHARE = (
+    1e-6  # a head that writes less of a direction writes none of it: what float32 weights are exact to
+)
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class AblatedDirection:
     """The direction that a head no longer writes, as unit vectors of the residual stream in its row space of W_O.
 
     Attributes:
-        direction: u / ‖u‖, u the part of the given direction in the row space: what each token has of it is taken.
+        direction: û, along the part of the given direction in the row space: what each token has of it is taken.
         along: where it is taken along: `direction` itself, or that of the control.
-        share: ‖u‖ / ‖direction given‖: how much of what was asked for the head can write at all.
+        share: of the given direction's length that this part has: how much of it the head can write at all.
     """
 
     direction: Float64[Tensor, " width"]
@@ -65,19 +66,13 @@ def ablate_direction(
     """Remove a direction from what a head writes into the residual stream, while open.
 
     With o the head's output, W_O its output weights and û the unit vector along the part of `direction` in the row
-    space of W_O, t W_O = û: o ← o − ((o W_O)·û) t, exact up to the rounding of the model's dtype. The control
-    (`control`) takes as much from each token, (o W_O)·û, along another direction of the row space: v with
-    t' W_O = v, ‖v‖ = 1, o ← o − ((o W_O)·û) t'. All this is before a norm of the attention's sum (Gemma 2).
-
-    A tap opened inside gets what the head itself computes, all that comes after it the changed output.
+    space of W_O, t W_O = û: o ← o − ((o W_O)·û) t, exact up to the rounding of the model's dtype, before a norm of the
+    attention's sum (Gemma 2). A tap opened inside gets what the head itself computes.
 
     Args:
-        model: an opened model.
-        layer: layer of the head.
-        head: query head.
         direction: a vector of the residual stream, of any norm but 0.
         queries: at these positions only; then whole contexts must be passed (`generate` with use_cache=False).
-        control: take as much along a random direction instead, uniform in the row space, of this seed.
+        control: take as much from each token along a random direction instead, uniform in the row space, of this seed.
 
     Raises:
         UsageError: no such layer or head; a direction that is not finite, zero, not of the width of the stream, or
@@ -88,9 +83,8 @@ def ablate_direction(
         weights = model.output_weights(layer)[head]
         backwards = torch.linalg.pinv(weights)
         unit, share = _writable_part(direction, weights, backwards, f"head {head} of layer {layer}")
-        if control is None:
-            along = unit
-        else:
+        along = unit
+        if control is not None:
             rank = int(torch.linalg.matrix_rank(weights))
             normal = torch.randn(rank, generator=torch.Generator().manual_seed(control), dtype=torch.float64)
             rows = torch.linalg.svd(weights, full_matrices=False).Vh[:rank]
@@ -138,25 +132,16 @@ def head_knockout(model: OpenModel, layer: int, head: int) -> Iterator[None]:
 
 @contextmanager
 def attention_knockout(
-    model: OpenModel,
-    layer: int,
-    head: int | None,
-    positions: Positions,
-    *,
-    sink_column: bool = False,
+    model: OpenModel, layer: int, head: int | None, positions: Positions, *, sink_column: bool = False
 ) -> Iterator[None]:
     """Keep the queries of a head from attending to some keys, while open. Memory grows linearly with the keys.
 
     The keys' weights are exactly 0, the others' add up to 1. A query that sees no other key (position 0 sees itself
-    only) keeps the output that it had. A tap opened inside gets the changed inputs, where the masked keys'
-    logits are finite, but so low that `exp` gives 0.
-
-    Positions count from the first token of a padded row. Keys to mask are given at once: of two of these nested in one
-    head, a query that both together leave no key looks at those of the outer one.
+    only) keeps the output that it had. A tap opened inside gets the changed inputs. Positions count from the first
+    token of a padded row. Give keys to mask at once: of two of these nested in one head, a query that both together
+    leave no key looks at those of the outer one.
 
     Args:
-        model: an opened model.
-        layer: layer of the head.
         head: query head, or None for all heads of the layer.
         positions: keys to mask; keys after the last one of a bool tensor are not masked.
         sink_column: mask the head's learned sink column (gpt-oss) as well; `positions` may then be empty.
@@ -177,12 +162,9 @@ def attention_knockout(
         output = answer(mask_keys(inputs, masked, heads, sink_column))
         return restore_blind_queries(inputs, masked, heads, output)
 
-    attention = model.attention_alone(layer)
-    name = described(
-        "attention_knockout", layer=layer, head=head, positions=positions, sink_column=sink_column
-    )
-    masking = intervened(model.root, attention, intervene, of_inputs=True)
-    with model.intervention(name, masking):
+    place = {"layer": layer, "head": head, "positions": positions, "sink_column": sink_column}
+    masking = intervened(model.root, model.attention_alone(layer), intervene, of_inputs=True)
+    with model.intervention(described("attention_knockout", **place), masking):
         yield
 
 
@@ -199,12 +181,10 @@ def without_low_rank(
     """Take the low-rank part out of a layer's W_Q, W_K and W_V while open; yields the part's share of ‖W‖_F².
 
     The part is the leading one of a truncated SVD of W (all heads side by side, (d, heads · head_width)), or the
-    product of given factors (of a model pruned to sparse + low-rank). Biases stay. The modules hold new parameters
-    meanwhile: what is written to them is lost.
+    product of given factors (of a model pruned to sparse + low-rank). Biases stay. What is written to the modules'
+    parameters meanwhile is lost.
 
     Args:
-        model: an opened model.
-        layer: which layer.
         rank: of the part that is taken out; or else
         factors: the part itself, for each of "q", "k", "v" that is to lose it; `of` is not read then.
         of: which of the three.
@@ -219,7 +199,7 @@ def without_low_rank(
         raise UsageError("give either a rank or factors")
     with guarded(model.root):
         projections = _projections(model, layer, tuple(of if factors is None else factors))
-        shares, replacements = {}, []
+        shares, remaining = {}, {}
         for number, (name, projection) in enumerate(projections.items()):
             matrix = projection.matrix().double()
             if factors is None:
@@ -231,10 +211,10 @@ def without_low_rank(
                 left, right = _random_like(left, right, len("qkv") * control + number)
             low_rank = left @ right
             shares[name] = float(low_rank.square().sum() / matrix.square().sum().clamp_min(1e-300))
-            replacements.append((projection, None, matrix - low_rank))
-        remaining = {name: matrix for name, (_, _, matrix) in zip(projections, replacements, strict=True)}
-        name = described("without_low_rank", layer=layer, **remaining)
-    with model.intervention(name, replaced(replacements)):
+            remaining[name] = matrix - low_rank
+        replacements = [(projection, None, remaining[name]) for name, projection in projections.items()]
+    described_as = described("without_low_rank", layer=layer, **remaining)
+    with model.intervention(described_as, replaced(replacements)):
         yield shares
 
 
@@ -254,12 +234,11 @@ def _writable_part(
     """Find the unit vector along the part of `direction` that the head can write, and the share of that part."""
     width = weights.shape[1]
     direction = direction.detach().double().cpu()
-    if direction.shape != (width,):
+    if direction.shape != (width,) or not torch.isfinite(direction).all() or not direction.any():
         raise UsageError(
-            f"the direction has the shape {tuple(direction.shape)}; this model's width is {width}"
+            f"the direction has the shape {tuple(direction.shape)}: it must have the model's width {width}, be finite "
+            "and not zero"
         )
-    if not torch.isfinite(direction).all() or not direction.any():
-        raise UsageError("the direction must be finite and not zero")
     part = direction @ backwards @ weights
     norm = torch.linalg.vector_norm(part)
     share = float(norm / torch.linalg.vector_norm(direction))
@@ -275,7 +254,7 @@ class _PositionFlags:
         self._name = name
         given = torch.as_tensor(positions).cpu()
         if given.dtype == torch.bool and given.ndim in (1, 2):
-            self._flags = given if given.ndim == 2 else given.unsqueeze(0)
+            self._flags = given.reshape(-1, given.shape[-1])
         elif given.numel() == 0 or (given.ndim <= 1 and not given.is_floating_point()):
             numbers = given.flatten().long()
             if (numbers < 0).any():
@@ -283,9 +262,9 @@ class _PositionFlags:
             self._flags = torch.zeros(1, int(numbers.max()) + 1 if len(numbers) else 1, dtype=torch.bool)
             self._flags[0, numbers] = True
         else:
+            what = f"{given.dtype} of shape {tuple(given.shape)}"
             raise UsageError(
-                f"{name} positions must be whole numbers or a bool tensor (contexts, positions), not "
-                f"{given.dtype} of shape {tuple(given.shape)}"
+                f"{name} positions must be whole numbers or a bool tensor (contexts, positions), not {what}"
             )
         if not may_be_none and not self._flags.any():
             raise UsageError(f"no {name} positions were given")
@@ -315,36 +294,30 @@ def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[s
     projections = {"q": of_layer.query, "k": of_layer.key, "v": of_layer.value}
     wanted = {name: projection for name, projection in projections.items() if name in names and projection}
     if len(wanted) < len(names):
-        raise UsageError(
-            f"layer {layer}: the values of {model.structure.names[layer]} are not its input times one weight matrix"
-        )
+        module = model.structure.names[layer]
+        raise UsageError(f"layer {layer}: the values of {module} are not its input times one weight matrix")
     return wanted
 
 
 def _leading_factors(
     matrix: Float64[Tensor, "features width"], rank: int, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Factor the leading part of an SVD: the projection on its leading singular vectors on the shorter side."""
-    if not 1 <= rank <= min(matrix.shape):
-        raise UsageError(
-            f"rank {rank} is not between 1 and {min(matrix.shape)}, the rank of W_{name.upper()}"
-        )
-    if matrix.shape[0] < matrix.shape[1]:
-        vectors = torch.linalg.eigh(matrix @ matrix.T).eigenvectors[:, -rank:]
-        return vectors, vectors.T @ matrix
-    vectors = torch.linalg.eigh(matrix.T @ matrix).eigenvectors[:, -rank:]
-    return matrix @ vectors, vectors.T
+    """Factor the leading part of an SVD."""
+    most = min(matrix.shape)
+    if not 1 <= rank <= most:
+        raise UsageError(f"rank {rank} is not between 1 and {most}, the rank of W_{name.upper()}")
+    _, directions = by_gram_matrix(matrix, rank)
+    return matrix @ directions, directions.T
 
 
 def _checked_factors(factors: tuple[Tensor, Tensor], matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
     left, right = (factor.detach().double().to(matrix.device) for factor in factors)
-    if left.ndim != 2 or right.ndim != 2 or (left.shape[0], right.shape[1]) != matrix.shape:
+    rows, columns = matrix.shape
+    if left.shape != (rows, len(right)) or right.shape != (len(right), columns):
         raise UsageError(
             f"factors of W_{name.upper()} have the shapes {tuple(left.shape)} and {tuple(right.shape)}; they must "
             f"multiply to {tuple(matrix.shape)}"
         )
-    if left.shape[1] != right.shape[0] or not (torch.isfinite(left).all() and torch.isfinite(right).all()):
-        raise UsageError(f"factors of W_{name.upper()} must share their rank and be finite")
     return left, right
 
 

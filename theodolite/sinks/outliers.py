@@ -1,8 +1,7 @@
 """Outlier dimensions and massive activations of a model on a text: where, and which tokens carry them.
 
 By the published thresholds, which the caller may set, and by rules that compare each layer with itself. Of the
-residual stream, and of the outputs of the heads as they are before the output projection: that is where every family
-has them apart. Composes passes, the accumulator and the rules; knows neither modules nor formulas.
+residual stream, and of the outputs of the heads as they are before the output projection.
 """
 
 from __future__ import annotations
@@ -18,12 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.accumulate.marked import marked_places
-from theodolite.accumulate.outliers import (
-    Activations,
-    LayerBaselines,
-    by_layer,
-    carrier_columns,
-)
+from theodolite.accumulate.outliers import Activations, LayerBaselines, by_layer, carrier_columns
 from theodolite.accumulate.sums import State, part_of
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
@@ -42,8 +36,7 @@ from theodolite.theory.outliers import (
     typical_magnitude,
 )
 
-STREAM, HEADS = "stream", "heads"
-"""Whose values: the residual stream's, one part a token; the heads' outputs, H parts."""
+STREAM, HEADS = "stream", "heads"  # whose values: one part a token, H parts
 
 
 @dataclass(frozen=True)
@@ -53,18 +46,16 @@ class Outliers:
     Attributes:
         layers: one row per residual layer. published, adaptive: outlier dimensions by each rule; massive_published,
             massive_adaptive: dimensions that carry a massive activation anywhere, position 0 included; tokens,
-            tokens_first: share of the tokens after position 0, and of the contexts' position 0, that carry one. Where
-            special tokens end every context ([SEP]), tokens_last is theirs, and they count as no other token.
+            tokens_first: share of the tokens after position 0, and at it, that carry one. Special tokens that end
+            every context ([SEP]) count as no token.
         dimensions: one row for each layer and dimension, positions 1 … T−1. share: of the tokens with |x| ≥ 6; rms,
-            rms_ratio: and over the median dimension's; typical_ratio: the same of exp E ln |x|; consistency:
-            that over the RMS, 0.53 for Gaussian numbers, near 0 where few tokens make the RMS; z, rms_z:
-            robust, of the logarithms of both; maximum, maximum_first, maximum_last (of special tokens at the
-            end): largest |x|; published, adaptive: which rule finds an outlier dimension; large_rms: the rule
-            from data with the RMS in place of the typical magnitude; massive: carries a massive activation by
-            either rule, after position 0.
+            rms_ratio: and over the median dimension's; consistency: exp E ln |x| over the RMS, 0.53 for Gaussian
+            numbers; z: robust, of E ln |x|; maximum, maximum_first: largest |x|, after position 0 and at it;
+            published, adaptive: which rule finds an outlier dimension; large_rms: the rule from data with the RMS in
+            place of the typical magnitude; massive: carries a massive activation by either rule, after position 0.
         massive: one row for each layer, dimension and token, at position 0 (`first`) or after it. contexts; places:
-            values; published, adaptive: how many of these are massive by each rule; mean, extreme: of the values, the
-            latter the largest in size; position: mean.
+            values; published, adaptive: how many of these are massive by each rule; mean, extreme (the largest in
+            size) of the values; position: mean.
         head_dimensions, head_massive: the same of the heads' outputs, with `head`; there the published rule asks for
             a share of tokens alone, since a dimension of a head is another one in every layer.
         places: where values of the stream are massive by either rule, a row each by `accumulate.marked.COLUMNS`.
@@ -92,8 +83,6 @@ def find_outliers(
     """Find outlier dimensions and massive activations: by one pass of a corpus and one of a small sample of it.
 
     Args:
-        model: from `open_model`.
-        corpus: tokens as the model reads them.
         thresholds: of both kinds of rules; None: the published ones, and 1 % of healthy layers.
         seed: of the sample from which the rules from data take each layer's baseline.
         show_progress: told (what is being done, contexts done, contexts in all); it may raise to stop.
@@ -105,10 +94,8 @@ def find_outliers(
     """
     check_fit(model, corpus)
     if not model.structure.alike:
-        raise UsageError(
-            f"{model.id}: its layers differ in number or width of heads, whose outlier dimensions cannot be told by "
-            "one rule; outliers of the residual stream are in the survey"
-        )
+        what = "its layers differ in number or width of heads, whose outlier dimensions cannot be told by one rule"
+        raise UsageError(f"{model.id}: {what}; outliers of the residual stream are in the survey")
     thresholds = thresholds or Thresholds()
     contexts, length = corpus.contexts.shape
     trailing = corpus.trailing(model.tokenizer)
@@ -120,22 +107,19 @@ def find_outliers(
     order = order[: batch_of(corpus, None)]
     text, weights = text_of_tokens(model, corpus), model.weights()
 
-    def rules(states: States, values: str) -> Activations:
-        baselines = [LayerBaseline(**layer) for layer in by_layer(states.of(f"baseline.{values}"))]
-        bounds = [layer.bounds(tokens, thresholds.level) for layer in baselines]
-        return Activations(torch.stack(bounds), thresholds, trailing)
-
     def baseline(states: States) -> Steps:
         some = corpus.subset(order.sort().values)
-        return _OutlierPass(model, some, {STREAM: LayerBaselines(trailing), HEADS: LayerBaselines(trailing)})
+        return _OutlierPass(model, some, {values: LayerBaselines(trailing) for values in (STREAM, HEADS)})
 
     def count(states: States) -> Steps:
-        return _OutlierPass(model, corpus, {values: rules(states, values) for values in (STREAM, HEADS)})
+        sums = {}
+        for values in (STREAM, HEADS):
+            baselines = [LayerBaseline(**layer) for layer in by_layer(states.of(f"baseline.{values}"))]
+            bounds = [layer.bounds(tokens, thresholds.level) for layer in baselines]
+            sums[values] = Activations(torch.stack(bounds), thresholds, trailing)
+        return _OutlierPass(model, corpus, sums)
 
-    stages = [
-        Stage("baseline", "sizing layers", baseline),
-        Stage("count", "counting outliers", count),
-    ]
+    stages = [Stage("baseline", "sizing layers", baseline), Stage("count", "counting outliers", count)]
     states = run_stages(stages, show_progress)
     state, head_state = (states.of(f"count.{values}") for values in (STREAM, HEADS))
     later = tokens - contexts * (1 + trailing)
@@ -163,23 +147,21 @@ def find_outliers(
     )
 
 
-_Sums = LayerBaselines | Activations
-"""Accumulators of values (batch, positions, parts, width) of one layer and some contexts."""
-
-
 class _OutlierPass(CorpusPass):
-    """Pass the residual stream (one part per token), and if wanted the heads' outputs (H parts), to accumulators.
+    """Pass the residual stream (one part per token), and the heads' outputs (H parts), to accumulators.
 
     Those of heads are counted by the layers that attend.
     """
 
-    def __init__(self, model: OpenModel, corpus: Corpus, sums: dict[str, _Sums]) -> None:
+    def __init__(
+        self, model: OpenModel, corpus: Corpus, sums: Mapping[str, LayerBaselines | Activations]
+    ) -> None:
         super().__init__(model, corpus, 0, batch_of(corpus, None))
         self._sums = sums
         self._place = {layer: place for place, layer in enumerate(model.attending)}
 
     @property
-    def accumulators(self) -> Mapping[str, _Sums]:
+    def accumulators(self) -> Mapping[str, LayerBaselines | Activations]:
         """The accumulators by `STREAM` and `HEADS`."""
         return self._sums
 
@@ -195,8 +177,7 @@ class _OutlierPass(CorpusPass):
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Return the model's own output."""
         output = attend(inputs)
-        if HEADS in self._sums:
-            self._sums[HEADS].update(self._place[layer], output, self.ids, self.first)
+        self._sums[HEADS].update(self._place[layer], output, self.ids, self.first)
         return output
 
 
@@ -207,7 +188,7 @@ def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_laye
     share = state["outlier"] / later
     # Of all parts of a layer together, so that the level is that of a layer.
     level = thresholds.level / parts
-    (z, adaptive), (rms_z, large_rms) = (outlier_dimensions(size, level) for size in (typical, rms))
+    (z, adaptive), (_, large_rms) = (outlier_dimensions(size, level) for size in (typical, rms))
     published = (
         outlier_features(share[:, 0], thresholds)[:, None]
         if across_layers
@@ -217,10 +198,8 @@ def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_laye
         "share": share,
         "rms": rms,
         "rms_ratio": rms / rms.median(-1, keepdim=True).values,
-        "typical_ratio": typical / typical.median(-1, keepdim=True).values,
         "consistency": typical / rms,
         "z": z,
-        "rms_z": rms_z,
         "maximum": state["maximum"],
         "maximum_first": state["maximum_first"],
         "published": published,
@@ -228,8 +207,6 @@ def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_laye
         "large_rms": large_rms,
         "massive": state["published"] + state["adaptive"] > 0,
     }
-    if "maximum_last" in state:
-        columns["maximum_last"] = state["maximum_last"]
     places = np.indices((layers, parts, width)).reshape(3, -1)
     index = dict(zip(("layer", "head", "dimension"), places, strict=True))
     return pd.DataFrame(index | {name: value.flatten().numpy() for name, value in columns.items()})
@@ -244,8 +221,6 @@ def _layers(state: State, dimensions: pd.DataFrame, contexts: int, later: int, t
         counts[f"massive_{rule}"] = anywhere.sum((1, 2)).numpy()
     counts["tokens"] = (state["massive_tokens"] / later).numpy()
     counts["tokens_first"] = (state["massive_tokens_first"] / contexts).numpy()
-    if trailing:
-        counts["tokens_last"] = (state["massive_tokens_last"] / (contexts * trailing)).numpy()
     return counts
 
 
@@ -261,23 +236,21 @@ def _carriers(state: State, text: Callable[[int], str]) -> pd.DataFrame:
     order = ["layer", "head", "dimension", "token_id", "token", "first", "contexts", "places"]
     order += ["published", "adaptive", "mean", "extreme", "position"]
     by = ["layer", "head", "dimension", "contexts", "token_id"]
-    return table[order].sort_values(by, ascending=[True, True, True, False, True], ignore_index=True)
+    return table[order].sort_values(by, ascending=[name != "contexts" for name in by], ignore_index=True)
 
 
 def position_0_as_one(massive: pd.DataFrame) -> pd.DataFrame:
     """Sum all tokens at position 0 into one row: nearly every context begins with another one."""
     first = massive[massive["first"]]
+    if not len(first):
+        return massive
     place = [name for name in ("layer", "head", "dimension") if name in massive]
     summed = first.assign(mean=first["mean"] * first["places"]).groupby(place, as_index=False)
     counts = dict.fromkeys(("contexts", "places", "published", "adaptive", "mean", "position"), "sum")
-    any_token = summed.agg(counts | {"extreme": lambda values: max(values, key=abs)})
-    any_token = any_token.assign(
-        mean=any_token["mean"] / any_token["places"], token_id=-1, token="any", first=True
-    )
-    together = [table for table in (massive[~massive["first"]], any_token[list(massive)]) if len(table)]
-    if not together:
-        return massive
-    order = [True] * len(place) + [False, True]
+    one = summed.agg(counts | {"extreme": lambda values: max(values, key=abs)})
+    one = one.assign(mean=one["mean"] / one["places"], token_id=-1, token="any", first=True)
+    together = [table for table in (massive[~massive["first"]], one[list(massive)]) if len(table)]
+    by = [*place, "contexts", "token_id"]
     return pd.concat(together).sort_values(
-        [*place, "contexts", "token_id"], ascending=order, ignore_index=True
+        by, ascending=[name != "contexts" for name in by], ignore_index=True
     )

@@ -1,7 +1,7 @@
 """Catch, tag, release (Zhang, Khan & Papyan 2025): every sink of a corpus traced through the model.
 
 The survey says which tokens are sinks. This pass says what they catch, what they write there, and where that is
-still to be seen. `measure/tags.py` turns its sums into tables.
+still to be seen.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ from theodolite.passes.run import Run, describe_corpus, describe_model, describe
 from theodolite.passes.weights_pass import OUTPUT_TITLE, widest_output_weights
 from theodolite.system.progress import ShowStage
 
-_LayerCatch = tuple[Catches, tuple[Tensor, Tensor]]
-"""The catches of one layer in a context, and their rows in the sums by sink and by head."""
+_LayerCatch = tuple[
+    Catches, tuple[Tensor, Tensor]
+]  # of a context, and their rows in the sums by sink and by head
 
 
 class TracePass(CorpusPass):
@@ -61,8 +62,6 @@ class TracePass(CorpusPass):
         self._metric = metric
         self._trailing = corpus.trailing(model.tokenizer)
         self.tags = Tags(model.layers, metric.shape[-1], self.total)
-        self._keys, self._first = torch.empty(0), 0
-        self._entering = torch.empty(0)
         self._caught: list[list[_LayerCatch]] = []
 
     @property
@@ -72,20 +71,20 @@ class TracePass(CorpusPass):
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Start a batch with contexts `first …`."""
-        keys = self.corpus.keys(slice(first, first + len(ids)), self.model.structure.cross)
-        self._keys, self._first = keys, first
+        self._keys = self.corpus.keys(slice(first, first + len(ids)), self.model.structure.cross)
+        self._first = first
         self._caught = [[] for _ in ids]
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Measure what is left of the tags of all earlier layers."""
         refuse_nonfinite_stream(layer, hidden)
         self._entering = hidden
-        catches_so_far = [
+        so_far = [
             Catches.joined([catches for catches, _ in caught]) if caught else None for caught in self._caught
         ]
 
         def work(part: slice) -> dict[str, Tensor] | None:
-            catches = catches_so_far[part.start]
+            catches = so_far[part.start]
             return catches and released(catches.to(hidden.device), hidden[part.start])
 
         for context, sums in enumerate(self._each(work)):
@@ -140,14 +139,11 @@ def trace_sinks(
     """Find every sink of a corpus, what it catches, the tag that it writes, and where the tag lives on.
 
     A key is a sink of a head where the queries that see it pay it more than `SINK_THRESHOLD` of their attention
-    on average; a query is caught by the sink that it pays most, if that is more than the threshold too. Position 0 and
-    the sinks themselves are left out of all that is measured of tags, and so are the special tokens that the tokenizer
-    puts behind a text, [SEP]. η² is the between-group over the total sum of squares, within contexts. A context whose
-    tokens were all caught by one sink, or by none, has nothing to compare: η² leaves it out, and is NaN where there are
-    no others.
+    on average; a query is caught by the sink that it pays most, if that is more than the threshold too. Position 0,
+    the sinks themselves and special tokens at the end ([SEP]) are left out of all that is measured of tags. η² is the
+    between-group over the total sum of squares, within contexts; NaN where no context has tokens of two groups.
 
     Args:
-        model: from `open_model`.
         corpus: from a `Corpus` constructor, or token ids (contexts, positions) or (positions).
         out: the run folder to write; None keeps the run in memory. Interrupted, the same call resumes.
         local_sinks: count local sinks as well, of kind `local` (at position 0 `first`, as any): a key that dominates a
@@ -159,8 +155,8 @@ def trace_sinks(
 
     Returns:
         A run with `traces` (one row per layer, head and sink, the strongest first), `heads`, and the arrays
-        `tag_direction`, `release` (rows of `traces`), `tag_by_group` (the first of them, eight groups of contexts,
-        width), `principal_direction` (rows of `heads`).
+        `tag_direction`, `release` (rows of `traces`), `tag_by_group` (the first of them, by group of contexts),
+        `principal_direction` (rows of `heads`).
 
     Raises:
         UsageError: the corpus does not fit the model, or `out` holds something else.
@@ -178,12 +174,12 @@ def trace_sinks(
     text = text_of_tokens(model, corpus)
 
     # Of W_O itself nothing is kept between the stages: all layers' would be as large as a part of the model.
-    def metric(states: States) -> Rows[int]:
-        def read(layer: int) -> State:
-            w_o = widest_output_weights(model, layer)
-            return {"metric": (w_o @ w_o.mT)[None]}
+    def squared(layer: int) -> State:
+        w_o = widest_output_weights(model, layer)
+        return {"metric": (w_o @ w_o.mT)[None]}
 
-        return Rows(range(model.layers), read)
+    def metric(states: States) -> Rows[int]:
+        return Rows(range(model.layers), squared)
 
     def trace(states: States) -> TracePass:
         return TracePass(model, corpus, batch, states.of("metric")["metric"], local_sinks)
@@ -213,11 +209,5 @@ def trace_sinks(
         Stage("trace", "tracing sinks", trace),
         Stage("written", "projecting tags", write),
     ]
-    return run_into(
-        stages,
-        tabulated,
-        out,
-        fingerprint,
-        corpus=describe_corpus(corpus),
-        show_progress=show_progress,
-    )
+    described = describe_corpus(corpus)
+    return run_into(stages, tabulated, out, fingerprint, corpus=described, show_progress=show_progress)

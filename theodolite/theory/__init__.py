@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from theodolite.theory.decomposition import Decomposition as Decomposition
     from theodolite.theory.decomposition import decompose as decompose
     from theodolite.theory.entropy import entropy_lower_bound as entropy_lower_bound
+    from theodolite.theory.exact_propagation import probability_between as probability_between
     from theodolite.theory.exact_propagation import propagation_exact as propagation_exact
     from theodolite.theory.propagation import curve_width as curve_width
     from theodolite.theory.propagation import propagation_finite as propagation_finite
     from theodolite.theory.propagation import propagation_of_draws as propagation_of_draws
-    from theodolite.theory.quadratic_form import probability_between as probability_between
     from theodolite.theory.regimes import REGIMES as REGIMES
     from theodolite.theory.regimes import RegimeMargins as RegimeMargins
     from theodolite.theory.regimes import regime as regime

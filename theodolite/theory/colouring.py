@@ -1,7 +1,7 @@
 """Colour vectors by their principal components as red, green and blue, so that similar vectors look alike.
 
-As Zhang, Khan & Papyan 2025 draw tokens (section 2, Figs. 2c and 2d), with one thing added: principal components have
-no sign and, where their sizes are close, no order, so a second set of vectors is turned to the colours of the first.
+As Zhang, Khan & Papyan 2025 draw tokens (section 2, Figs. 2c and 2d); a second set of vectors can be turned to the
+colours of the first, since components have neither sign nor, where their sizes are close, order.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ def principal_scores(
 ) -> Float[Tensor, "tokens 3"]:
     """Project every token on the three leading principal components of the kept ones, each scaled to unit deviation.
 
-    Where there are fewer than three components, the others are 0. Signs are such that the farthest kept token is
-    positive.
+    0 where there are fewer components. Signs are such that the farthest kept token is positive.
     """
     x = x.double()
     centred = x - x[kept].mean(dim=0)
     _, values, directions = torch.linalg.svd(centred[kept], full_matrices=False)
-    real = int((values > values[0] * 1e-9).sum()) if values.numel() else 0
-    number = min(COLOURS, real)
+    number = min(COLOURS, int((values > values.amax() * 1e-9).sum())) if values.numel() else 0
     scores = x.new_zeros(len(x), COLOURS)
     if number:
         scale = values[:number] / int(kept.sum()) ** 0.5

@@ -1,7 +1,4 @@
-"""Decompose hidden states into a mean, a positional, a contextual and a residual part.
-
-For a tensor that fits in memory. Which positions to leave out (the first, usually) is the caller's choice.
-"""
+"""Decompose hidden states into a mean, a positional, a contextual and a residual part."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class Decomposition:
         return self.ctx[:, None] + self.resid
 
     def by_groups(self) -> DecompositionByGroups:
-        """Return the same as around the means of one group."""
+        """Return it as one around the means of a single group."""
         group = torch.zeros(len(self.ctx), dtype=torch.int64, device=self.ctx.device)
         level = self.mean + self.ctx
         return DecompositionByGroups(
@@ -47,9 +44,8 @@ class Decomposition:
 class DecompositionByGroups:
     """Hidden states around means of other contexts: those of one group for queries, those of another one for keys.
 
-    h[c, t] = mean[g] + pos[g, t] + ctx[c] + resid[c, t] on either side, with the group g that it has for context c.
-    The noise of means is then twice in no product of a query and a key, and of no context that it is multiplied with.
-    `level` is mean[g] + ctx[c], the context's own mean over positions.
+    h[c, t] = mean[g] + pos[g, t] + ctx[c] + resid[c, t] on either side, with the group g that it has for context c, so
+    that the noise of means is not twice in a product. `level` is mean[g] + ctx[c], the context's mean over positions.
     """
 
     mean: Float64[Tensor, "groups width"]
@@ -74,11 +70,9 @@ def decompose(h: Tensor) -> Decomposition:
     """
     if h.ndim != 3 or 0 in h.shape:
         raise UsageError(f"h has shape {tuple(h.shape)}: give non-empty (contexts, positions, width)")
-    h = h.double()
-    mean = h.mean((0, 1))
-    pos = h.mean(0) - mean
-    ctx = h.mean(1) - mean
-    return Decomposition(mean=mean, pos=pos, ctx=ctx, resid=h - mean - pos - ctx[:, None])
+    position_mean = h.double().mean(0)
+    mean = position_mean.mean(0)
+    return decompose_around(h, mean, position_mean - mean, leading=0)
 
 
 def decompose_around(h: Tensor, mean: Tensor, pos: Tensor, leading: int = 1) -> Decomposition:

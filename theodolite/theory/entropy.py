@@ -1,7 +1,4 @@
-"""Bound the Shannon entropy of a row of attention from below, in nats.
-
-Entropies are measured elsewhere; this module only bounds them from the spectral norms of tokens and weights.
-"""
+"""Bound the Shannon entropy of a row of attention from below, by the spectral norms of tokens and weights."""
 
 from __future__ import annotations
 
@@ -10,36 +7,26 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 
-_LARGEST_GAP = 1e300
-"""Stands for infinity in ν, so that ν times a vanished probability is 0 and not NaN."""
+_LARGEST_GAP = 1e300  # infinity in ν: so that ν times a vanished probability is 0 and not NaN
 
 
-def entropy_lower_bound(
-    nu: float | Tensor,
-    length: int | Tensor,
-    variant: str = "corrected",
-) -> Tensor:
+def entropy_lower_bound(nu: float | Tensor, length: int | Tensor, variant: str = "corrected") -> Tensor:
     """Compute the least entropy (nats) of a softmax row over T logits whose norm is at most ν.
 
     `corrected` is the exact and attained bound of Zhai et al. 2023, theorem 3.1,
 
         ln(1 + (T−1)β) + ν √(T(T−1)) β / (1 + (T−1)β),   β = exp(−ν √(T/(T−1))),
 
-    computed as softplus(m) + x·sigmoid(m) with the gap x = ν√(T/(T−1)) between one logit and the T−1 others
-    and m = ln(T−1) − x, which neither overflows nor cancels. It is ln T at ν = 0, tends to 0 as ν → ∞, and is
-    0 for T = 1, and it falls with ν throughout. `asymptotic` is its form for large T,
+    which falls from ln T at ν = 0 to 0. `asymptotic` is its form for large T,
 
         ln(1 + T e^(−ν)) + ν e^(−ν)/(1/T + e^(−ν)),
 
-    which lies slightly above it (by at most 0.064 nats at T = 64) and so is no bound. `published` is eq. 9 of
-    Bao et al. 2024 as printed, for comparison only: exp(−ν/2) in the numerator of the second term lets it rise
-    with ν and exceed ln T (see docs/errata.md). All are differentiable in ν.
+    slightly above it (by at most 0.064 nats at T = 64), so no bound. `published` is eq. 9 of Bao et al. 2024 as
+    printed, with exp(−ν/2) in the numerator of the second term (see docs/errata.md). All are differentiable in ν.
 
     Args:
-        nu: ν = ‖X Xᵀ‖₂ ‖W_QK‖₂ / λ ≥ 0, any shape; the theorem's logits carry no temperature, so it is
-            divided out here.
+        nu: ν = ‖X Xᵀ‖₂ ‖W_QK‖₂ / λ ≥ 0, any shape: the theorem's logits carry no temperature.
         length: T ≥ 1, a number or a tensor that broadcasts against ν.
-        variant: "corrected", "asymptotic" or "published".
 
     Raises:
         UsageError: T < 1, ν < 0, or an unknown variant.
@@ -52,7 +39,8 @@ def entropy_lower_bound(
         raise UsageError(f"nu is {nu.min().item():g}: a product of norms is not negative")
     nu = nu.clamp(max=_LARGEST_GAP)
     if variant == "corrected":
-        # T = 1 is computed as T = 2 and then replaced, so that no gradient passes through ln 0.
+        # softplus(m) + x sigmoid(m), with the gap x between one logit and the others and m = ln(T−1) − x, neither
+        # overflows nor cancels. T = 1 is computed as T = 2, so that no gradient passes through ln 0.
         remaining = (size - 1).clamp_min(1)
         gap = nu * ((remaining + 1) / remaining).sqrt()
         excess = remaining.log() - gap

@@ -13,17 +13,13 @@ from torch import Tensor
 def variance_explained(x: Float[Tensor, "tokens width"], group: Int[Tensor, " tokens"]) -> float:
     """Compute η²: the sum of squares between groups over the total, both about the mean of all.
 
-    In [0, 1]; NaN where there is one group only, or no variance: then there is nothing to explain.
+    In [0, 1]; NaN where there is one group only, or no variance.
     """
     return float(explained_elsewhere(x, group, [0])[0])
 
 
 def chance_explained(group: Int[Tensor, " tokens"]) -> float:
-    """Compute the mean of η² under a random permutation of the groups: (groups − 1)/(tokens − 1), exactly.
-
-    Of a random permutation, two different tokens' centred vectors have the mean product −total/(n(n − 1)), so a
-    group of size m has a centred sum of mean square total · m(n − m)/(n(n − 1)).
-    """
+    """Compute the mean of η² under a random permutation of the groups: (groups − 1)/(tokens − 1), exactly."""
     return (len(group.unique()) - 1) / (len(group) - 1) if len(group) > 1 else math.nan
 
 
@@ -32,8 +28,7 @@ def explained_elsewhere(
 ) -> Float64[Tensor, " shifts"]:
     """Compute η² of the same groups moved round the tokens by each of `shifts`: their runs are as long, but elsewhere.
 
-    Vectors of text are alike where they are near. A grouping by runs explains of them more than one that is dealt out
-    at random does, wherever its runs lie; this is what it explains where nothing but the runs is kept.
+    Vectors of text are alike where they are near, so that any grouping by runs explains some of their variance.
     """
     names, of, sizes = group.unique(return_inverse=True, return_counts=True)
     centred = x.double() - x.double().mean(dim=0)

@@ -1,10 +1,8 @@
 """Find outlier dimensions and massive activations, by the published thresholds and by rules from data.
 
 The published rules know absolute sizes (6, 100), which mean nothing for a model whose activations are a tenth or
-fifty times as large. The rules from data compare a layer with itself: every size in them is relative to the layer's
-own, and what they allow by chance is stated. Tensors in, tensors out; nothing here knows a model or a corpus.
-
-`parts` are the vectors of a token in a layer: 1 for the residual stream, H for the outputs of its heads.
+fifty times as large. The rules from data compare a layer with itself, and say what they allow by chance. `parts` are
+the vectors of a token in a layer: 1 for the residual stream, H for the outputs of its heads.
 """
 
 from __future__ import annotations
@@ -19,28 +17,16 @@ from jaxtyping import Bool, Float
 from scipy.special import ndtri, stdtrit  # `scipy.stats` has them too, and takes long to start
 from torch import Tensor
 
-from theodolite.errors import UsageError
-
-MAD_TO_SD = 1.4826
-"""1/Φ⁻¹(3/4): the standard deviation of a normal variable over its median absolute deviation."""
-
-MAD_EFFICIENCY = 0.3675
-"""Of the MAD beside the standard deviation in normal samples (Rousseeuw & Croux 1993): it is as noisy as the standard
-deviation of 0.3675 times as many values."""
-
-GUMBEL_MEDIAN = 0.36651
-"""−ln ln 2, of the standard Gumbel law exp(−exp(−y))."""
-
-GUMBEL_MAD = 0.76705
-"""a with F(median + a) − F(median − a) = ½ for the same law F."""
-
-IQR_TO_SD = 1.349
-"""2 Φ⁻¹(3/4)."""
-
+MAD_TO_SD = 1.4826  # 1/Φ⁻¹(3/4): a normal variable's standard deviation over its median absolute deviation
+MAD_EFFICIENCY = (
+    0.3675  # it is as noisy as the standard deviation of so many fewer values (Rousseeuw & Croux 1993)
+)
+GUMBEL_MEDIAN = 0.36651  # −ln ln 2, of the standard Gumbel law F(y) = exp(−exp(−y))
+GUMBEL_MAD = 0.76705  # a with F(median + a) − F(median − a) = ½
+IQR_TO_SD = 1.349  # 2 Φ⁻¹(3/4)
+# An outlier dimension is at least so many times the layer's median dimension (ours). Where all dimensions are alike,
+# as in random numbers, a robust deviation of a few per cent makes everything significant and nothing large.
 LEAST_RATIO = 3.0
-"""An outlier dimension is at least so many times the layer's median dimension (ours). Where all dimensions are alike,
-as in random numbers, a robust deviation of a few per cent makes everything significant and nothing large."""
-
 SMALLEST = float(torch.finfo(torch.float32).tiny)
 
 GAUSSIAN_CONSISTENCY = math.exp(-(float(np.euler_gamma) + math.log(2)) / 2)
@@ -58,9 +44,6 @@ class Thresholds:
         massive, massive_ratio: a massive activation is above this |x|, and above so many times the median magnitude
             of its context in its layer (Sun et al. 2024).
         level: of the rules from data: the share of healthy layers in which they may find something.
-
-    Raises:
-        UsageError: one of them is not above 0, or a share is above 1.
     """
 
     outlier: float = 6.0
@@ -69,13 +52,6 @@ class Thresholds:
     massive: float = 100.0
     massive_ratio: float = 1000.0
     level: float = 0.01
-
-    def __post_init__(self) -> None:
-        shares = ("outlier_tokens", "outlier_layers", "level")
-        for name, value in vars(self).items():
-            if not 0 < value < math.inf or (name in shares and value > 1):
-                allowed = "above 0 and at most 1" if name in shares else "above 0"
-                raise UsageError(f"threshold {name} is {value}: it must be {allowed}")
 
 
 def massive_activations(
@@ -88,8 +64,8 @@ def massive_activations(
         values = magnitude[context, :, part].to(torch.promote_types(magnitude.dtype, torch.float32))
         ordered, middle = values[large].sort().values, (values.numel() - 1) // 2
 
+        # Whether x / ratio is above the lower median: counting is ten times faster than selecting it.
         def above_ratio(x: Tensor, values: Tensor = values, middle: int = middle) -> bool:
-            """Tell whether x / ratio is above the lower median: counting is ten times faster than selecting it."""
             return bool((values < x / thresholds.massive_ratio).count_nonzero() > middle)
 
         least = bisect.bisect_left(range(len(ordered)), True, key=lambda place: above_ratio(ordered[place]))
@@ -100,11 +76,7 @@ def massive_activations(
 def outlier_features(
     share: Float[Tensor, "layers width"], thresholds: Thresholds
 ) -> Bool[Tensor, "layers width"]:
-    """Mark where a dimension holds outliers in enough tokens, in enough layers (Dettmers et al. 2022).
-
-    Args:
-        share: of the tokens whose |x| in this layer and dimension is an outlier.
-    """
+    """Mark where a dimension has outliers in enough tokens (`share`), in enough layers (Dettmers et al. 2022)."""
     enough = share >= thresholds.outlier_tokens
     return enough & (enough.double().mean(0) >= thresholds.outlier_layers)
 
@@ -117,10 +89,8 @@ def log_magnitude(values: Tensor) -> Tensor:
 def typical_magnitude(log_mean: Tensor) -> Tensor:
     """Compute the geometric mean exp E ln |x| of a dimension's sizes, which few huge tokens hardly move.
 
-    Of a Gaussian dimension it is `GAUSSIAN_CONSISTENCY` of its RMS. A dimension with |x| = 1000 in one of 1000 tokens
-    and 1 in all others has RMS 31.6 and a typical magnitude of 1.007: it carries massive activations and is no outlier
-    dimension. ln |x| has a finite variance whatever the tails, so these do no harm; |x|² would need four moments.
-    A dimension that is always 0 has 0.
+    A dimension with |x| = 1000 in one of 1000 tokens and 1 in all others has RMS 31.6 and a typical magnitude of 1.007:
+    it carries massive activations and is no outlier dimension. A dimension that is always 0 has 0.
     """
     rounding = 1e-3
     return torch.where(log_mean < math.log(SMALLEST) + rounding, 0.0, log_mean.exp())
@@ -149,10 +119,9 @@ def robust_z(values: Float[Tensor, "*layers width"]) -> Float[Tensor, "*layers w
 def outlier_dimensions(
     magnitude: Float[Tensor, "*layers width"], level: float
 ) -> tuple[Float[Tensor, "*layers width"], Bool[Tensor, "*layers width"]]:
-    """Find the dimensions of each layer that stand out, by the logarithm of their size.
+    """Find the dimensions of each layer that stand out, by the logarithm of their size in any unit.
 
     Args:
-        magnitude: one size per dimension, at least 0, in any unit: `typical_magnitude`, or the RMS.
         level: the share of layers with normal log sizes in which a dimension may be found.
 
     Returns:
@@ -213,10 +182,9 @@ class LayerBaseline:
         """Compute the |x| from which a value is massive for its layer; `tokens` are looked at in all.
 
         A value is massive where the token's largest |x|/typical is what no healthy layer has by chance. Its logarithm
-        is compared with the Gumbel law: that is the law of the logarithm of a maximum over many heavy-tailed values
-        (Fréchet's, with any exponent, in the median and the MAD), and lighter tails give smaller maxima. The spread
-        counts as that of a Gaussian layer of the same width at least, so that a layer whose tokens are all alike (a
-        few embeddings, say) is not full of massive ones.
+        is compared with the Gumbel law, that of the logarithm of a maximum over many heavy-tailed values; lighter tails
+        give smaller maxima. The spread is at least that of a Gaussian layer of the same width, so that a layer whose
+        tokens are all alike (a few embeddings, say) is not full of massive ones.
         """
         parts, width = self.typical.shape
         limit = token_limit(tokens * parts, level)

@@ -2,8 +2,7 @@
 
 Bao et al. 2024 replace softmax by its first-order expansion at zero logits, clamped to [0, 1]. Key i
 "propagates" when its unclamped value s_i lies in [0, 1]; ρ_i is the probability of that for tokens that walk
-at random with Gaussian steps of covariance Σ, or its frequency in real logits. The temperature λ is part of
-the logits throughout. This module must not estimate moments of weights (see `spectrum`) or of data.
+at random with Gaussian steps of covariance Σ. The temperature λ is part of the logits.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from jaxtyping import Float, Float64, Real
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.theory.checks import check_eta, check_length, checked_temperature
+from theodolite.theory.checks import check_length, checked_temperature, holds
 
 
 def propagation(
@@ -29,20 +28,14 @@ def propagation(
     s has mean (θ − ½) ξη and variance v(θ) η²; ρ = P(0 ≤ s ≤ 1) under the Gaussian of these moments.
     `corrected`: v = 2θ² − 2θ + 7/12. `published` (Bao et al. 2024, eq. 6): v = 2θ² + 7/12; see
     docs/errata.md. Both are for a symmetric W: give `xi_symmetric` and `eta_symmetric` for a real head.
-
-    The limit drops the 1/T that `propagation_finite` keeps in the mean. It shows only where s itself is not
-    much larger than 1/T (η ≲ 1/T): at η = 0 the limit is ½ at θ = ½ where every key of a finite context
-    propagates. Differentiable in θ, ξ and η where η > 0.
-
-    Args:
-        theta: (positions,), in [0, 1].
-        xi, eta: shapes that broadcast to (...); η ≥ 0. NaN gives NaN.
-        variant: "corrected" or "published".
+    Differentiable in θ, ξ and η where η > 0.
 
     Raises:
-        UsageError: unknown variant, or a negative η.
+        UsageError: unknown variant, or a negative η; NaN gives NaN.
     """
-    check_eta(eta)
+    if not holds(~(eta.detach() < 0)):
+        least = eta.detach().nan_to_num(torch.inf).min().item()
+        raise UsageError(f"eta is {least:g}: a scale is not negative, give 0 or more")
     # Adding 0 makes −0 a 0, whose reciprocal is +∞.
     theta, xi, eta = theta.double(), xi.double()[..., None], eta.double()[..., None] + 0.0
     if variant == "corrected":
@@ -64,8 +57,8 @@ def propagation_finite(
 ) -> Float64[Tensor, "*heads {length}"]:
     """Compute ρ_1 … ρ_T from the exact first two moments of s_i at finite T, for any W_QK (symmetric or not).
 
-    s_i = u W_QKᵀ vᵀ/λ + 1/T with u = Σ_t a_t x_t, a = e_i/T − 1/T², and v = x_T. For tokens that walk with
-    steps of covariance Σ, cov(u) = s_aa Σ, cov(v) = s_bb Σ and cov(u, v) = s_ab Σ, so (Isserlis)
+    For tokens that walk with steps of covariance Σ, s_i = u W_QKᵀ vᵀ/λ + 1/T of u = Σ_t a_t x_t, a = e_i/T − 1/T², and
+    v = x_T has cov(u) = s_aa Σ, cov(v) = s_bb Σ and cov(u, v) = s_ab Σ, so (Isserlis)
 
         E s_i   = s_ab tr W / λ + 1/T
         Var s_i = (s_aa s_bb ‖Σ^½ W_QK Σ^½‖_F² + s_ab² tr W²) / λ²
@@ -78,18 +71,14 @@ def propagation_finite(
 
     As T → ∞ the variance tends to ((θ² − θ + ⅓) ‖·‖_F² + (θ − ½)² tr W²) / λ²: for a symmetric W the
     corrected form of Lemma 1 of Bao et al. 2024. The distribution is taken as Gaussian;
-    `propagation_exact` does without that.
-
-    Differentiable in the moments and the temperature where the variance is positive. Where it is not, the result
-    is 0 or 1, and the gradient there is zero.
+    `propagation_exact` does without that. Differentiable; where the variance is 0, so is the gradient.
 
     Args:
         trace, form_squared, trace_of_square: fields of `QKMoments`.
-        length: T ≥ 1.
-        temperature: λ > 0.
+        length, temperature: T and λ.
 
     Raises:
-        UsageError: `length` is below 1 or no whole number, or the temperature is not positive.
+        UsageError: T is below 1, or λ not positive.
     """
     check_length(length)
     positions = torch.arange(1, length + 1, dtype=torch.float64, device=trace.device)
@@ -109,14 +98,10 @@ def propagation_finite(
 def propagation_of_draws(
     variance: Float[Tensor, "*heads"], keys: int | float | Real[Tensor, "*#heads"]
 ) -> Float64[Tensor, "*heads"]:
-    """Compute ρ where keys are drawn without regard to the query and to their place: the same for every key.
+    """Compute ρ where keys are drawn without regard to the query and to their place: the same for each of T keys.
 
-    s = (ω − mean ω + 1)/T of a logit ω has mean 1/T; it is taken as Gaussian. Bao et al. 2024 have tokens walk at
-    random (Assumption 1), so that logits grow with position; here they are stationary.
-
-    Args:
-        variance: of a query's logits, temperature included: tr(E[q qᵀ] Cov(k)) scaling² for independent q and k.
-        keys: T, how many the query sees.
+    s = (ω − mean ω + 1)/T of a logit ω has mean 1/T; it is taken as Gaussian. `variance`: of a query's logits,
+    temperature included: tr(E[q qᵀ] Cov(k)) scaling² for independent q and k.
     """
     spread = variance.double().clamp_min(0).sqrt() + 0.0  # Adding 0 makes −0 a 0, whose reciprocal is +∞.
     alone = torch.as_tensor(keys) <= 1
@@ -126,7 +111,7 @@ def propagation_of_draws(
 def curve_width(curve: Float[Tensor, "*batch positions"]) -> Float[Tensor, "*batch"]:
     """Measure the effective share of positions that propagate, (∫ρ)²/∫ρ²: 1 for a flat curve; NaN where none does.
 
-    Positions that are NaN (keys beyond a window) are left out of means.
+    Positions that are NaN are left out.
     """
     return curve.nanmean(-1) ** 2 / curve.square().nanmean(-1)
 
@@ -145,8 +130,7 @@ def walk_moments(
 def _normal_between(low: Tensor, high: Tensor) -> Tensor:
     """Compute P(low ≤ z ≤ high) of a standard normal z, accurate in both tails.
 
-    An interval to the right of zero is mirrored, so that small probabilities are subtracted, never two
-    numbers next to one. (`torch.special.ndtr` loses the lower tail: it gives 0 at −10.)
+    Small probabilities are subtracted, never two numbers next to one. (`torch.special.ndtr` gives 0 at −10.)
     """
     mirrored = low > 0
     low, high = torch.where(mirrored, -high, low), torch.where(mirrored, -low, high)

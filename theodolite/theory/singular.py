@@ -1,7 +1,7 @@
 """Measure rank by singular values: ScreeNOT, and the largest singular value alone, quickly.
 
 ScreeNOT is written here, batched in torch, because every layer of every survey needs it; the reference
-package (`screenot`) is what the tests compare with. This module must not know what the matrices stand for.
+package (`screenot`) is what the tests compare with.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from torch.nn import functional
 
 from theodolite.errors import UsageError
 
-_BISECTIONS = 54
-"""Halvings of [1, √3]: more than the 53 bits of a float64."""
-
-_START_NOISE = 0.1
-"""Share of noise in the row weights that start the Lanczos process."""
+_BISECTIONS = 54  # halvings of [1, √3]: more than the 53 bits of a float64
+_START_NOISE = 0.1  # share of noise in the row weights that start the Lanczos process
 
 
 @dataclass(frozen=True)
@@ -43,13 +40,11 @@ def screenot(matrix: Tensor, k: int = 20) -> ScreeNOT:
     Strategy "i" of the reference package: the k leading singular values are replaced by a tail that continues
     the others as noise would, z_{−l} = z_{−k−1} + (1 − ((l−1)/k)^⅔)/(2^⅔ − 1)·(z_{−k−1} − z_{−2k−1}). With z
     this pseudo-noise, γ = min(n/m, m/n), φ(y) = mean of y/(y² − z²) and D = φ·(γφ + (1−γ)/y), the threshold
-    is the one y > max z with y D′(y)/D(y) = −4. It is found to full precision and in relative units; the
-    reference bisects to 1e-5 absolutely. A threshold below the rounding of the SVD is raised to it, so that a
-    matrix of exact low rank has that rank.
+    is the one y > max z with y D′(y)/D(y) = −4, found to full precision. A threshold below the rounding of the SVD
+    is raised to it, so that a matrix of exact low rank has that rank.
 
     Args:
-        matrix: (..., n, m).
-        k: an upper bound on the signal's rank; 2k + 1 must be below min(n, m) (any k = 0 will do).
+        k: an upper bound on the signal's rank; 2k + 1 must be below min(n, m), or k 0.
 
     Raises:
         UsageError: k is negative or too large for the matrix; the message says what fits.
@@ -65,11 +60,7 @@ def screenot(matrix: Tensor, k: int = 20) -> ScreeNOT:
 
 
 def screenot_of_values(values: Float[Tensor, "*batch size"], shape: tuple[int, int], k: int) -> ScreeNOT:
-    """Compute `screenot` from the singular values of (n, m) matrices, decreasing and exact to float64's rounding.
-
-    In units of the noise's edge the root of y D′(y)/D(y) = −4 lies in (1, √3]: y φ′/φ is a weighted mean of
-    −(y² + z²)/(y² − z²) ≥ −2 at y = √3, and y D′/D one of 2 y φ′/φ and y φ′/φ − 1. Without noise it is 0.
-    """
+    """Compute `screenot` from the singular values of (n, m) matrices, decreasing and exact to float64's rounding."""
     noise, ratio = values.double(), min(shape) / max(shape)
     if k:  # the k leading values are imputed from the next k + 1
         outer, inner = noise[..., k, None], noise[..., 2 * k, None]
@@ -78,6 +69,8 @@ def screenot_of_values(values: Float[Tensor, "*batch size"], shape: tuple[int, i
         noise = torch.cat([outer + excess * (outer - inner), noise[..., k:]], dim=-1)
     edge = noise[..., 0]
     squares = (noise / torch.where(edge > 0, edge, 1.0)[..., None]).square()
+    # In units of the noise's edge the root lies in (1, √3]: y φ′/φ is a weighted mean of −(y² + z²)/(y² − z²) ≥ −2 at
+    # y = √3, and y D′/D one of 2 y φ′/φ and y φ′/φ − 1. Without noise it is 0.
     low, high = torch.ones_like(edge), torch.full_like(edge, math.sqrt(3))
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -118,25 +111,18 @@ def largest_singular_value(
 
     Passes over x are in its own dtype (half precisions in float32), the small bidiagonal problem in float64.
     Each matrix stops by itself when the residual ‖Xᵀu − σv‖ of the leading Ritz triple is below
-    tolerance·σ; the error of σ is then of second order in the tolerance, down to the dtype's rounding.
-    Matrices one by one: each stays in cache over its passes, and bmm of thin operands takes three times as
-    long on CPUs. No gradient.
+    tolerance·σ; the error of σ is then of second order in the tolerance. No gradient.
 
     Args:
-        x: (..., T, d). NaN or infinite entries give NaN.
-        tolerance: relative residual.
-        iterations: most steps, two passes over x each; also at most min(T, d).
-
-    Raises:
-        UsageError: fewer than two dimensions, or an empty matrix.
+        x: NaN or infinite entries give NaN.
+        iterations: most steps, two passes over x each.
     """
-    if x.ndim < 2 or 0 in x.shape[-2:]:
-        raise UsageError(f"x has shape {tuple(x.shape)}: give non-empty (..., T, d)")
     x = x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().float()
     # The rows are summed by weights that start the process: the mean row, which hidden states lean to, and ten per cent
     # of seeded noise, which keeps every direction in play where the mean is zero or another singular vector.
     noise = torch.randn(x.shape[-2], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     start = (1 + _START_NOISE * noise).to(x)
+    # One by one: each stays in cache over its passes, and bmm of thin operands takes three times as long on CPUs.
     matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     values = [_lanczos(matrix, start, tolerance, iterations) for matrix in matrices]
     return torch.tensor(values, dtype=torch.float64, device=x.device).reshape(x.shape[:-2])

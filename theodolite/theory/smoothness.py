@@ -1,12 +1,11 @@
 """Measure how smooth a positional basis is: how much of its Gram matrix is low-frequency.
 
 Frequencies are those of the orthonormal type-II discrete cosine transform, as in Song & Zhong 2024, section
-3.2. Tokens are rows here; theirs are columns, so our Gram matrix P Pᵀ is their PᵀP. This module must not know
-where a matrix comes from.
+3.2. Tokens are rows here; theirs are columns, so our Gram matrix P Pᵀ is their PᵀP.
 
 Positions may be those of a grid of R rows and C columns, row after row (T = R·C), as the patches of an image are. Their
-frequencies are pairs (r, c), and F is F_R ⊗ F_C, the transform in two dimensions. What the paper says of the K lowest
-frequencies of a line holds of those K² with r < K and c < K, as many as there are.
+frequencies are pairs (r, c), and F is F_R ⊗ F_C. What the paper says of the K lowest frequencies of a line holds of
+those K² with r < K and c < K, as many as there are.
 """
 
 from __future__ import annotations
@@ -20,15 +19,11 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 
-Grid = tuple[int, int]
-"""Rows and columns of positions that lie in a plane."""
+Grid = tuple[int, int]  # rows and columns of positions that lie in a plane
 
 
 def normalised_gram(p: Float[Tensor, "*batch rows width"]) -> Float64[Tensor, "*batch rows rows"]:
-    """Compute the cosines between the rows of P, (..., T, T): G = P̄P̄ᵀ (Song & Zhong 2024, eq. 5).
-
-    A zero row has no direction; its row and column in G are zero.
-    """
+    """Compute the cosines between the rows of P, (..., T, T): G = P̄P̄ᵀ (Song & Zhong 2024, eq. 5); 0 of zero rows."""
     unit = unit_rows(p)
     return unit @ unit.mT
 
@@ -45,17 +40,11 @@ def dct2(
 ) -> Float64[Tensor, "*batch row_frequencies column_frequencies"]:
     """Transform the last two dimensions by the orthonormal type-II DCT: Ĝ = F G Fᵀ.
 
-    F[s, t] = c_s cos(π s (t + ½)/T) for s, t counted from 0, c_0 = √(1/T), c_s = √(2/T).
-
-    Args:
-        gram: (..., T, T); a rectangular matrix is transformed along each side.
-        frequencies: only the lowest so many of each side, O(frequencies·T²) in place of O(T³); None: all.
+    F[s, t] = c_s cos(π s (t + ½)/T) for s, t counted from 0, c_0 = √(1/T), c_s = √(2/T). `frequencies`: only the lowest
+    so many of each side, O(frequencies·T²) in place of O(T³); None: all.
     """
-    gram = gram.double()
-    rows, columns = gram.shape[-2:]
-    return (
-        _dct_matrix(rows, frequencies, gram.device) @ gram @ _dct_matrix(columns, frequencies, gram.device).mT
-    )
+    rows, columns = (_dct_matrix(size, frequencies, gram.device) for size in gram.shape[-2:])
+    return rows @ gram.double() @ columns.mT
 
 
 def low_frequency_ratio(
@@ -63,13 +52,8 @@ def low_frequency_ratio(
 ) -> Float64[Tensor, "*batch cutoffs"]:
     """Compute the share of the energy Σ Ĝ² in the K×K lowest frequencies, for each cutoff K: (..., len(cutoffs)).
 
-    The ratio of Tables 2 and 3 of Song & Zhong 2024. F is orthogonal, so the whole energy is that of G. A
-    cutoff beyond the size gives 1; the zero matrix has no shares and gives NaN.
-
-    Raises:
-        UsageError: no cutoff, or one below 1.
+    The ratio of Tables 2 and 3 of Song & Zhong 2024. A cutoff beyond the size gives 1; the zero matrix NaN.
     """
-    _check_cutoffs(cutoffs)
     gram = gram.double()
     lowest = _corner_energies(dct2(gram, max(cutoffs)), cutoffs)
     return lowest / gram.square().sum((-2, -1))[..., None]
@@ -85,11 +69,7 @@ def product_low_frequency_ratio(
 
     The low frequencies are those of (F_K A)(F_K B)ᵀ, the whole energy is ‖A Bᵀ‖_F² = ⟨AᵀA, BᵀB⟩. With a `grid`, whose
     positions the rows of both are, the lowest are K² on either side: Σ over r, c, r', c' < K of Ĝ²[(r, c), (r', c')].
-
-    Raises:
-        UsageError: no cutoff, or one below 1.
     """
-    _check_cutoffs(cutoffs)
     left, right = left.double(), right.double()
     most = max(cutoffs)
     low_left, low_right = lowest_frequencies(left, most, grid), lowest_frequencies(right, most, grid)
@@ -131,9 +111,8 @@ def frequencies_below(cutoff: int, positions: int, grid: Grid | None = None) -> 
 def sinusoidal(length: int, width: int) -> Float64[Tensor, "length width"]:
     """Make the fixed positional encoding of Vaswani et al. 2017, section 3.5, positions 0 … length − 1.
 
-    Columns 2i and 2i + 1 are sin and cos of position/10000^{2i/width}: a pair shares its frequency, so that
-    the Gram matrix depends on the distance alone. Appendix B.1 of Song & Zhong 2024 prints another exponent,
-    see docs/errata.md. Not centred.
+    Columns 2i and 2i + 1 are sin and cos of position/10000^{2i/width}. Appendix B.1 of Song & Zhong 2024 prints another
+    exponent, see docs/errata.md. Not centred.
 
     Raises:
         UsageError: the length is below 1, or the width not a positive even number.
@@ -143,11 +122,6 @@ def sinusoidal(length: int, width: int) -> Float64[Tensor, "length width"]:
     exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
     angle = torch.arange(length, dtype=torch.float64)[:, None] / 10000**exponent
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
-
-
-def _check_cutoffs(cutoffs: Sequence[int]) -> None:
-    if not cutoffs or min(cutoffs) < 1:
-        raise UsageError(f"cutoffs are {tuple(cutoffs)}: give one or more positive numbers")
 
 
 def _corner_energies(spectrum: Tensor, cutoffs: Sequence[int]) -> Tensor:

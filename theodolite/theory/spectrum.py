@@ -2,13 +2,8 @@
 
 One head's logit of query x and key y (rows of width d) is `x W_QK yᵀ / λ` with `W_QK = W_q W_kᵀ`; `W_q` and
 `W_k` have shape (d, d_h) and λ is the temperature. Everything here follows from d_h×d_h products, so no d×d
-matrix is formed besides the token covariance Σ that the caller may give; `W = W_QK Σ`.
-
-Bao et al. 2024 keep tokens in columns, so their W_QK is the transpose of ours. Traces, eigenvalues and
-singular values are the same for both.
-
-With rotary positions the matrix depends on the distance between query and key. The factors given here are
-unrotated, so every number is that of relative distance 0. This module must not know of a model's layout.
+matrix is formed besides the token covariance Σ that the caller may give; `W = W_QK Σ`. Bao et al. 2024 keep tokens in
+columns, so their W_QK is the transpose of ours. With rotary positions, every number is that of relative distance 0.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ from jaxtyping import Complex128, Float64
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.theory.checks import check_covariance, check_finite, check_real, checked_temperature
+from theodolite.theory.checks import check_covariance, check_finite, checked_temperature
 
 
 @dataclass(frozen=True)
@@ -67,8 +62,7 @@ def qk_moments(
     """Compute trace, trace of square, norms and scales of every head's `W = W_q W_kᵀ Σ` at relative distance 0.
 
     Args:
-        w_q: query factors (..., d, d_h).
-        w_k: key factors, same shape.
+        w_q, w_k: query and key factors (..., d, d_h).
         covariance: symmetric Σ, (d, d) or with leading dimensions that broadcast; None: the identity.
         temperature: λ of the logit, a positive number or a tensor of the batch's shape; None: √d_h.
 
@@ -76,8 +70,8 @@ def qk_moments(
     form_squared = ⟨W_qᵀ Σ W_q, W_kᵀ Σ W_k⟩. Differentiable in all tensors where the result is a number.
 
     Raises:
-        UsageError: the shapes do not fit, numbers are complex, Σ is not symmetric or has a negative eigenvalue, or
-            the temperature is not positive.
+        UsageError: the shapes do not fit, Σ is not symmetric or has a negative eigenvalue, or the temperature is not
+            positive.
     """
     w_q, w_k, sigma = _factors(w_q, w_k, covariance)
     width, head_width = w_q.shape[-2:]
@@ -114,18 +108,15 @@ def qk_moments(
 
 
 def qk_eigenvalues(
-    w_q: Tensor,
-    w_k: Tensor,
-    covariance: Tensor | None = None,
+    w_q: Tensor, w_k: Tensor, covariance: Tensor | None = None
 ) -> Complex128[Tensor, "*heads head_width"]:
     """Compute the eigenvalues of `W_q W_kᵀ Σ` as those of the d_h×d_h matrix `W_kᵀ Σ W_q`, (..., d_h).
 
     Sorted by decreasing real part, then by decreasing imaginary part. The other d − d_h eigenvalues of the
-    d×d matrix are zero (where d_h > d, the surplus ones returned here are). Shapes as in `qk_moments`, but Σ is
-    not looked at; relative distance 0 only; not divided by the temperature.
+    d×d matrix are zero. Shapes as in `qk_moments`, but Σ is not looked at; not divided by the temperature.
 
     Raises:
-        UsageError: the shapes do not fit, or numbers are complex, NaN or infinite.
+        UsageError: the shapes do not fit, or numbers are NaN or infinite.
     """
     w_q, w_k, covariance = _factors(w_q, w_k, covariance)
     core = w_k.mT @ (w_q if covariance is None else covariance @ w_q)
@@ -146,17 +137,15 @@ def core_eigenvalues(
 def qk_singular_values(w_q: Tensor, w_k: Tensor) -> Float64[Tensor, "*heads values"]:
     """Compute the singular values of `W_q W_kᵀ`, decreasing, (..., min(d, d_h)), from two QR factors.
 
-    Shapes as in `qk_moments`; relative distance 0 only; not divided by the temperature.
+    Shapes as in `qk_moments`; not divided by the temperature.
 
     Raises:
-        UsageError: the shapes do not fit, or numbers are complex, NaN or infinite.
+        UsageError: the shapes do not fit, or numbers are NaN or infinite.
     """
     w_q, w_k, _ = _factors(w_q, w_k, None)
     check_finite("w_q", w_q)
     check_finite("w_k", w_k)
-    r_q = torch.linalg.qr(w_q).R
-    r_k = torch.linalg.qr(w_k).R
-    return torch.linalg.svdvals(r_q @ r_k.mT)
+    return torch.linalg.svdvals(torch.linalg.qr(w_q).R @ torch.linalg.qr(w_k).R.mT)
 
 
 def qk_spectral_norm(w_q: Tensor, w_k: Tensor) -> Float64[Tensor, "*heads"]:
@@ -166,15 +155,12 @@ def qk_spectral_norm(w_q: Tensor, w_k: Tensor) -> Float64[Tensor, "*heads"]:
 
 def _factors(w_q: Tensor, w_k: Tensor, covariance: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Check that the shapes fit, and give the three tensors in float64."""
-    check_real("w_q", w_q)
-    check_real("w_k", w_k)
     if w_q.ndim < 2 or w_q.shape != w_k.shape or 0 in w_q.shape[-2:]:
         raise UsageError(
             f"w_q has shape {tuple(w_q.shape)} and w_k {tuple(w_k.shape)}: give both as (..., d, d_h)"
         )
     if covariance is None:
         return w_q.double(), w_k.double(), None
-    check_real("covariance", covariance)
     width = w_q.shape[-2]
     if covariance.ndim < 2 or covariance.shape[-2:] != (width, width):
         raise UsageError(

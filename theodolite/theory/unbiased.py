@@ -3,8 +3,7 @@
 The mean of C contexts is the truth and noise, and the noise makes every square of it too large. Split the contexts into
 G disjoint groups, whose means P_g (T×d) have independent noise: a product of different groups has the product of the
 truth as its expectation. So every number here is made of such products alone (a U-statistic). One below zero is left
-so: nothing is seen above the noise. Errors are the jackknife's over the groups. This module must not know what the
-means are of.
+so: nothing is seen above the noise. Errors are the jackknife's over the groups.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
+# Share of the jackknife's correction that counts as error of a corrected number. The intervals of the largest
+# eigenvalue of noise alone then hold 0 in 95 % of draws, without it in 87 %; of a signal the correction is small.
 CORRECTED = 0.25
-"""Share of the jackknife's correction that counts as error of a corrected number. The intervals of the largest
-eigenvalue of noise alone then hold 0 in 95 % of draws, without it in 87 %; of a signal the correction is small."""
-
-DENSE = 200
-"""Size from which on the largest eigenvalue alone is sought, by Lanczos' method."""
+DENSE = 200  # size from which on the largest eigenvalue alone is sought, by Lanczos' method
 
 
 @dataclass(frozen=True)

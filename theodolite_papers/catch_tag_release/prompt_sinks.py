@@ -19,10 +19,11 @@ from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.report.data import evenly
 from theodolite.report.drawing import prompt as drawing
-from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, PromptTrace, trace_prompt
+from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
 from theodolite.system.wording import counted, head_name, number, percent, shown_token
 from theodolite.theory import grouping
 from theodolite.theory.colouring import principal_scores, rgb, turned
+from theodolite_papers.catch_tag_release.prompt_trace import PromptTrace, trace_prompt
 from theodolite_papers.experiment import Experiment, Outcome, Study, by_name, criterion, declared
 
 DEEPER = 4  # residual layers behind the head's block shown at most, the last one among them

@@ -34,9 +34,9 @@ from theodolite.report.data import evenly
 from theodolite.report.drawing import prompt as drawing
 from theodolite.report.drawing.compare import parallel_map
 from theodolite.sinks.interventions import without_low_rank
-from theodolite.sinks.prompt import PromptTrace, trace_prompt
 from theodolite.system.wording import head_name, shown_token, with_error
 from theodolite.theory.unbiased import ratio
+from theodolite_papers.catch_tag_release.prompt_trace import PromptTrace, trace_prompt
 from theodolite_papers.drawing import intervals
 from theodolite_papers.experiment import Outcome, Study, declared
 

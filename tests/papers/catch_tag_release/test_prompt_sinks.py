@@ -15,8 +15,9 @@ from tests.papers.shared import answers, outcome_of, verdicts_of
 from tests.report.drawn import drawn, finite
 from theodolite.models import open_model
 from theodolite.report.drawing import prompt as figures_prompt
-from theodolite.sinks.prompt import LEFT_OUT, PromptTrace, trace_prompt
+from theodolite.sinks.prompt import LEFT_OUT
 from theodolite_papers.catch_tag_release.prompt_sinks import explained_by_place, judge_places, show_prompt
+from theodolite_papers.catch_tag_release.prompt_trace import PromptTrace, trace_prompt
 from theodolite_papers.experiment import Outcome
 
 WIDTH = 6

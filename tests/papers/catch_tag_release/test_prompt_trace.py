@@ -9,7 +9,8 @@ import transformers
 from tests import checkpoints
 from theodolite.errors import UsageError
 from theodolite.models import open_model
-from theodolite.sinks.prompt import LEFT_OUT, trace_prompt
+from theodolite.sinks.prompt import LEFT_OUT
+from theodolite_papers.catch_tag_release.prompt_trace import trace_prompt
 
 LENGTH = 24
 IDS = torch.randint(0, 50, (LENGTH,), generator=torch.Generator().manual_seed(0))
