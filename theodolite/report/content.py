@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from theodolite.corpus.patches import grid_described
+from theodolite.corpus.images import grid_described
 from theodolite.measure.catalogue import declared
 from theodolite.measure.column import SPECTRUM, SPECTRUM_DATA, Column
 from theodolite.measure.head_roles import (

@@ -22,7 +22,7 @@ from theodolite.accumulate.outliers import OutlierCounts
 from theodolite.accumulate.sums import LayerSums, State, include, joined, part_of
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.piecewise import empirical_propagation
-from theodolite.corpus.cutting import contexts_of_rows, whole_ids
+from theodolite.corpus.cutting import contexts_in_rows, whole_ids
 from theodolite.errors import UsageError, WorkError
 from theodolite.measure.geometry import stream_columns
 from theodolite.measure.heads import head_columns, heads_that_are, with_errors
@@ -173,7 +173,8 @@ def _by_length(
     ids = monitor_ids(ids).detach().cpu().long()
     if attention_mask is None and position_ids is None:
         return [ids]
-    contexts, _, _ = contexts_of_rows(ids, attention_mask, position_ids, LEAST_LENGTH)
+    found = contexts_in_rows(ids, attention_mask, position_ids)
+    contexts = [ids[row, places] for row, places in found if len(places) >= LEAST_LENGTH]
     if not contexts:
         raise UsageError(f"no context of the monitor batch has {LEAST_LENGTH} tokens: give longer ones")
     lengths = sorted({len(context) for context in contexts}, reverse=True)
