@@ -102,7 +102,7 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
             declared = [(each.name, kinds[each.name], each) for each in fields(groups[name])]
         for each, kind, default in declared:
             if isinstance(default, Field):
-                kind = Annotated[kind, *default.metadata.values()]
+                kind = Annotated[kind, default.metadata["option"]] if default.metadata else kind
                 default = parameter.empty if default.default is MISSING else default.default
             how: dict[str, Any] = {"default": default, "annotation": kind}
             parameters.append(inspect.Parameter(each, parameter.KEYWORD_ONLY, **how))
@@ -173,7 +173,7 @@ class Opening:
         options |= {"tower": "vision" if text is not None and text.of_images else None}
         options |= {"device": self.device, "device_map": self.device_map}
         with screen.status(f"opening {name or 'the embedded model'}"):
-            return self._said(open_model, name, options)
+            return self._opened_by(open_model, name, options)
 
     def open_streamed(
         self, model: str | None, stopped: Callable[[], bool], device: str | None = None
@@ -191,9 +191,9 @@ class Opening:
                 show("hashing weights", done // megabytes, total // megabytes)
 
             options |= {"device": self.device or device, "show_progress": show_progress}
-            return self._said(open_streamed, name, options)
+            return self._opened_by(open_streamed, name, options)
 
-    def _said(
+    def _opened_by(
         self, open_by: Callable[..., OpenModel], name: str | None, options: dict[str, Any]
     ) -> OpenModel:
         """Open the model, and say how a GGUF file stores its weights."""
