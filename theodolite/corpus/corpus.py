@@ -249,7 +249,7 @@ class Corpus:
         images, sample = choose_images(name, pictures_at(path, columns), tokenizer, choice)
         ids = torch.arange(images.grid.length).expand(len(images.pictures), -1)
         labels = _numbered([picture.label for picture in images.pictures])
-        return cls(name, ids, *labels, choice.seed, columns.described() | sample.balance(choice), images)
+        return cls(name, ids, *labels, choice.seed, columns.described() | sample.balance, images)
 
     @classmethod
     def from_texts(
@@ -439,7 +439,7 @@ class Corpus:
         selection = PYTHON_LABELS.get(name, {}) if columns is None else columns.described()
         selection = selection | ({"too_short": cutter.too_short} if cutter.too_short else {})
         selection |= {"tokens_read": cutter.tokens} if cutter.stopped else {}
-        selection |= sample.balance(choice)
+        selection |= sample.balance
         ids, sizes = zip(*sample.items, strict=True)
         return cls._of_rows(name, ids, sample.labels, choice.seed, selection, text_bytes=padded(sizes, 0))
 
@@ -505,7 +505,7 @@ def _chosen_rows(
         what = f"a source and a target of {LEAST_LENGTH} tokens" if image is None else "a picture and a text"
         raise UsageError(f"no row of {printable(path)} has {what}, or its label has too few (--per-label)")
     columns.notes.rows_without_image += left_out.pop("rows_without_image", 0)
-    selection = columns.described() | left_out | sample.balance(choice)
+    selection = columns.described() | left_out | sample.balance
     selection |= {"source_column": source} if image is None else {"image_column": image}
     rows, beside = zip(*sample.items, strict=True)
     return rows, beside, (sample.labels, seed, selection)

@@ -83,7 +83,7 @@ class Cutter:
 
     def nothing_chosen(self, name: str, sample: Sample[Tokens]) -> UsageError:
         """Say why no context was chosen, and what to do."""
-        if self.cuts and sample.too_short:
+        if self.cuts and sample.longest[0]:
             count, label = sample.longest
             return UsageError(
                 f"no label of {name} has {self.choice.per_label} contexts of {self.length} tokens: "

@@ -301,7 +301,7 @@ def choose_images(
     if choice.rows:
         raise UsageError(f"{name} holds images, each a context of its own: leave out --label-by row")
     sample = choose(((picture.label, picture) for picture in pictures), choice)
-    if not sample.items and sample.too_short:
+    if not sample.items and sample.longest[0]:
         count, label = sample.longest
         raise UsageError(
             f"no label of {name} has {choice.per_label} images: '{printable(label)}' has the most, {count}; use a "

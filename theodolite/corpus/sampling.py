@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -58,24 +58,14 @@ ALL = Choice(None)
 class Sample(Generic[Item]):
     """The chosen items in reading order, each with its label.
 
-    `too_short` labels had fewer contexts than asked for, `not_drawn` no room; `longest`: the most of any, and its name.
+    `longest` is the most contexts that any label has, and its name; `balance` is for the provenance: what was asked of
+    each label, how many have fewer, and for how many there was no room.
     """
 
     labels: list[str | None]
     items: list[Item]
-    too_short: int = 0
     longest: tuple[int, str] = (0, "")
-    not_drawn: int = 0
-
-    def balance(self, choice: Choice) -> dict[str, Any]:
-        """Describe for the provenance how labels were balanced; nothing where they were not."""
-        if choice.per_label is None:
-            return {}
-        return {
-            "per_label": choice.per_label,
-            "labels_too_short": self.too_short,
-            "labels_not_drawn": self.not_drawn,
-        }
+    balance: dict[str, int] = field(default_factory=dict)
 
 
 class Reservoir(Generic[Item]):
@@ -118,7 +108,8 @@ def choose(items: Iterable[tuple[str | None, Item]], choice: Choice) -> Sample[I
         else:
             labels.add(contexts.items)
     chosen = _in_order([entry for of_label in labels.items for entry in of_label])
-    return Sample(*chosen, too_short, longest, labels.offered - len(labels.items))
+    left_out = {"labels_too_short": too_short, "labels_not_drawn": labels.offered - len(labels.items)}
+    return Sample(*chosen, longest, {"per_label": choice.per_label, **left_out})
 
 
 def _in_order(entries: list[Entry[Item]]) -> tuple[list[str | None], list[Item]]:
