@@ -30,8 +30,7 @@ def compare_command(
         list[str],
         typer.Argument(
             help="Two or more run folders, or folders, GGUF files or hub names of checkpoints "
-            f"(`{embedded.NAME}`: the model inside the package); all are compared with the first.",
-            show_default=False,
+            f"(`{embedded.NAME}`: the model inside the package); all are compared with the first."
         ),
     ],
     text: Text,

@@ -102,8 +102,7 @@ def evaluate_command(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Folders, GGUF files or hub names of checkpoints [default: {embedded.NAME}, in the package].",
-            show_default=False,
+            help=f"Folders, GGUF files or hub names of checkpoints [default: {embedded.NAME}, in the package]."
         ),
     ] = None,
     text: Text,

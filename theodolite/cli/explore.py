@@ -48,8 +48,7 @@ def explore_command(
     other: Annotated[
         str | None,
         typer.Argument(
-            help="A second model, such as a pruned one, shown next to the first; same tokenizer and shape.",
-            show_default=False,
+            help="A second model, such as a pruned one, shown next to the first; same tokenizer and shape."
         ),
     ] = None,
     runs: list[Path] | None = option("Folder of a finished survey; once per model.", None, "--run"),

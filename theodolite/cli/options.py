@@ -32,20 +32,12 @@ DEFAULT_LENGTH = 512  # context length where the model has positions for more, a
 
 Model = Annotated[
     str | None,
-    typer.Argument(
-        help="Folder, GGUF file or hub name (NAME or NAME@REVISION) of a model; the embedded one if left out.",
-        show_default=False,
-    ),
+    typer.Argument(help="Folder, GGUF file or hub name (NAME@REVISION) [default: the embedded model]."),
 ]
 Models = Annotated[
     list[str] | None,
-    typer.Argument(
-        help="Folder, GGUF file or hub name (NAME or NAME@REVISION), or several; the embedded model if left out.",
-        show_default=False,
-    ),
+    typer.Argument(help="As many folders, GGUF files or hub names [default: the embedded model]."),
 ]
-
-
 Batch = Annotated[int | None, typer.Option(help="Contexts per forward pass [default: 4096 tokens].")]
 RunFolder = Annotated[
     Path | None, typer.Option("--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS].")

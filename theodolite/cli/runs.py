@@ -32,9 +32,7 @@ ALWAYS = ("folder", "kind", "model", "corpus", "date")
 
 
 def runs_command(
-    folder: Annotated[
-        Path, typer.Argument(help="Folder whose subfolders are runs.", show_default=True)
-    ] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="Folder whose subfolders are runs.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """List the runs of a folder: kind, model, text, date, and every option that is not the same in all of them.
@@ -91,7 +89,7 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def report_command(
-    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
     as_json: AsJson = False,
 ) -> None:
     """Rewrite the report of a run folder, and show its tables.
@@ -111,7 +109,7 @@ def report_command(
 
 
 def exclude_command(
-    run: Annotated[Path, typer.Argument(help="Folder of a survey or a trace.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="Folder of a survey or a trace.")],
     out: Path = option("JSON file to write.", Path("exclusions.json"), "--out", "-o"),
     least_share: float = option("Least share of contexts (of outliers: of tokens) for a rule.", 0.01),
     as_json: AsJson = False,

@@ -191,8 +191,7 @@ def explain_command(
     what: Annotated[
         str | None,
         typer.Argument(
-            help="A section, part of its name, or an error message. Without it: list the sections.",
-            show_default=False,
+            help="A section, part of its name, or an error message. Without it: list the sections."
         ),
     ] = None,
 ) -> None:

@@ -135,9 +135,7 @@ def _survey_series(models: list[str], out: Path, survey_one: Callable[..., Any],
 
 
 def merge_command(
-    folder: Annotated[
-        Path, typer.Argument(help="The --out of `theodolite survey … --shard K/N`.", show_default=False)
-    ],
+    folder: Annotated[Path, typer.Argument(help="The --out of `theodolite survey … --shard K/N`.")],
     as_json: AsJson = False,
 ) -> None:
     """Make the run and its report of a survey in shards, with the same tables as one process would.
