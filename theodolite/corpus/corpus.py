@@ -437,9 +437,8 @@ class Corpus:
         if not sample.items:
             raise cutter.nothing_chosen(name, sample)
         selection = PYTHON_LABELS.get(name, {}) if columns is None else columns.described()
-        selection = selection | ({"too_short": cutter.too_short} if cutter.too_short else {})
-        selection |= {"tokens_read": cutter.tokens} if cutter.stopped else {}
-        selection |= sample.balance
+        counts = {"too_short": cutter.too_short, "tokens_read": cutter.tokens if cutter.stopped else 0}
+        selection = selection | {what: count for what, count in counts.items() if count} | sample.balance
         ids, sizes = zip(*sample.items, strict=True)
         return cls._of_rows(name, ids, sample.labels, choice.seed, selection, text_bytes=padded(sizes, 0))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -132,11 +131,10 @@ class Picture:
         except ImportError as error:
             raise UsageError(f"images are read by Pillow: {with_extra('images')}") from error
         source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
-        unreadable = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
         try:
             with Image.open(source) as opened:
                 return _eight_bits(ImageOps.exif_transpose(opened), Image).convert("RGB")
-        except unreadable as error:
+        except Exception as error:  # whatever Pillow raises of a broken file
             why = "no image" if isinstance(error, UnidentifiedImageError) else first_line(error)
             raise UsageError(f"{self.name} cannot be read as an image ({why}): mend or remove it") from error
 
