@@ -31,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.models import of_smollm2
 from benchmarks.timing import Ratio, Seconds, over
 from theodolite.corpus.named import make_corpus
+from theodolite.corpus.sampling import Choice
 from theodolite.models import open_model
 from theodolite.prune.checkpoint import TABLE
 from theodolite.system.checkpoint_folders import SETTINGS
@@ -211,7 +212,7 @@ def write_model(folder: Path, ids: Path, blocks: int | None) -> int:
         hf.config.num_hidden_layers = blocks
     hf.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    torch.save(make_corpus(None, tokenizer, LENGTH, CONTEXTS).contexts, ids)
+    torch.save(make_corpus(None, tokenizer, LENGTH, Choice(CONTEXTS)).contexts, ids)
     return hf.config.num_hidden_layers
 
 

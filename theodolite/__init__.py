@@ -1,7 +1,7 @@
 """theodolite surveys the geometry of attention in any Hugging Face transformer.
 
-The public names are imported when they are first used, so that `import theodolite` costs nothing. No module may
-bear the name of a public function: importing it would hide the function.
+The public names are imported when they are first used. No module may bear the name of a public function: importing it
+would hide the function.
 """
 
 from __future__ import annotations

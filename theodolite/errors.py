@@ -1,9 +1,4 @@
-"""The errors that theodolite raises when it cannot continue.
-
-Every message is one line that names the thing at fault and says what to do. The command line prints it
-without a traceback and exits with the class's `exit_status`. Nothing else belongs in this module but `first_line`, for
-the errors of others.
-"""
+"""The errors that theodolite raises when it cannot continue: one line that names the thing at fault and what to do."""
 
 from __future__ import annotations
 
@@ -22,8 +17,6 @@ class UsageError(TheodoliteError):
 
 class WorkError(TheodoliteError):
     """The call was right and the work failed: NaN weights, a full disk, a model that does not verify."""
-
-    exit_status = 1
 
 
 def first_line(error: BaseException) -> str:

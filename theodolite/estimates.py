@@ -1,7 +1,4 @@
-"""A number with its standard error, what the error rests on, and the interval that follows.
-
-Nothing here knows what is claimed of the number.
-"""
+"""A number with its standard error, what the error rests on, and the interval that follows."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ Floats = npt.NDArray[np.float64]
 CONFIDENCE = 0.95
 SIGMAS = float(ndtri((1 + CONFIDENCE) / 2))
 """Standard errors on either side of the 95 % interval, where the error is no estimate itself; else Student's t."""
-RESTS_ON_NOTHING = "a standard error needs the number of independent things that it rests on"
 INTERVAL = f"the {CONFIDENCE:.0%} interval".replace("%", "\u00a0%")
 
 
@@ -42,14 +38,13 @@ class Estimate:
 
     def __post_init__(self) -> None:
         if math.isfinite(self.error) and not (self.n or self.is_exact):
-            raise ValueError(RESTS_ON_NOTHING)
+            raise ValueError("a standard error needs the number of independent things that it rests on")
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
-        """Make a number without sampling error.
+        """Make a number without sampling error: a formula in closed form, a function of the weights, a count over all.
 
-        That is: a formula in closed form, a function of the weights that the claim is about, or a count over all of
-        those that the claim is about. What was measured on some contexts, prompts, seeds or models is none of these.
+        What was measured on some contexts, prompts, seeds or models is none of these.
         """
         return cls(float(value), 0.0, is_exact=True)
 
@@ -57,9 +52,8 @@ class Estimate:
     def share(cls, share: float, count: float, of: str) -> Estimate:
         """Make a share of `count` independent trials, with the largest standard error that such a share can have.
 
-        This is the error at a share of ½, the largest: against a criterion of ½ it is the score test, and 0 or n of few
-        trials do not look certain. Half a trial is added to the interval (Yates's correction), without which 4 of 4
-        would be clearly more than half, as by chance in one case of 16.
+        That is the one at a share of ½ (against a criterion of ½, the score test), so that 0 or n of few trials do not
+        look certain. Half a trial is added to the interval (Yates's correction).
         """
         error = 0.5 / math.sqrt(count) + 0.5 / count / SIGMAS
         return cls(share, error, max(1, round(count)), of, by_chance=True)
@@ -75,7 +69,7 @@ class Estimate:
         """Widen the interval to span·(1 − 0.025^{1/n}) or more on either side: no spread is no certainty.
 
         What was alike in n things is otherwise in up to that share of all (Clopper & Pearson's bound). For numbers that
-        take few values: shares, counts, correlations over few places. Where no error is known, none is given.
+        take few values: shares, counts. Where no error is known, none is given.
 
         Args:
             span: how far apart the numbers of two things can be: 1 of shares.
@@ -104,11 +98,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Estimates:
-    """One number a layer, (N,), with their standard errors (N,) and what these rest on, as of an `Estimate`.
-
-    Attributes:
-        each: what has one ("layers", "heads").
-    """
+    """One number a layer, or of `each` (N,), with standard errors (N,) and what these rest on, as of an `Estimate`."""
 
     values: Floats
     errors: Floats | None = None
@@ -116,11 +106,6 @@ class Estimates:
     of: str = ""
     each: str = "layers"
     is_exact: bool = False
-
-    def __post_init__(self) -> None:
-        known = self.errors is not None and np.isfinite(self.errors).any()
-        if known and not (self.n or self.is_exact):
-            raise ValueError(RESTS_ON_NOTHING)
 
     @classmethod
     def exact(cls, values: npt.ArrayLike, each: str = "layers") -> Estimates:
@@ -137,9 +122,8 @@ class Estimates:
     def looks(self) -> int:
         """The number of intervals that share the 5 %: those of a claim on more than half of N, ⌈N/2⌉.
 
-        Such a claim errs only if a number errs beyond the N − ⌈N/2⌉ that may be on either side by right: it holds by
-        mistake no more often than 2.5 % (Bonferroni's bound for a partial conjunction, Benjamini & Heller 2008),
-        however the numbers depend on each other.
+        Such a claim holds by mistake no more often than 2.5 %, however the numbers depend on each other (Bonferroni's
+        bound for a partial conjunction, Benjamini & Heller 2008).
         """
         return max(1, math.ceil(np.isfinite(self.values).sum() / 2))
 
@@ -161,10 +145,7 @@ class Estimates:
 
 
 def sigmas(n: npt.ArrayLike, looks: npt.ArrayLike = 1) -> Floats:
-    """Compute the standard errors on either side of an interval from n things that misses in one of 20·`looks` cases.
-
-    NaN for one thing.
-    """
+    """Compute the standard errors on either side of an interval from n things that misses in 5 % / `looks` of cases."""
     miss = (1 - CONFIDENCE) / 2 / np.asarray(looks)
     return np.asarray(stdtrit(np.asarray(n, dtype=np.float64) - 1, 1 - miss))
 

@@ -2,10 +2,7 @@
 
 One rule: a claim holds where the whole 95 % interval of its number is on the right side of the criterion, and fails
 where all of it is on the other; else nothing is decided. A number whose error nobody knows has no interval; an exact
-one says so. Layers and heads are judged as `Estimates`, parts by `all_of` and `mix_of`. docs/reproduce.md has it too.
-
-A verdict carries the numbers that it follows from, so that it can be found again from them (`table`). Nothing here
-reads a run, draws or writes.
+one says so. Nothing here reads a run, draws or writes.
 """
 
 from __future__ import annotations
@@ -26,49 +23,32 @@ Answer = Literal["holds", "in part", "fails", "not decided", "not testable here"
 HOLDS: Answer = "holds"
 IN_PART: Answer = "in part"
 FAILS: Answer = "fails"
-UNDECIDED: Answer = "not decided"
-"""The number is too close to its criterion, or nobody knows how far off it may be."""
-UNTESTABLE: Answer = "not testable here"
-"""The run has no such number."""
-
+UNDECIDED: Answer = "not decided"  # too close to the criterion, or nobody knows how far off it may be
+UNTESTABLE: Answer = "not testable here"  # the run has no such number
 NO_ERROR = "not decided: its standard error is not known"
 NO_NUMBER = "no number in this run"
 
-
-Rule = Literal["number", "most", "all", "mixed", ""]
-"""How a verdict follows from its parts: one number's answer, or by `most`, `all_of` or `mix_of`."""
-
-Kind = Literal["estimate", "share", "exact"]
-
+Rule = Literal["number", "most", "all", "mixed", ""]  # one number's answer, or by `most`, `all_of`, `mix_of`
 Side = Literal["at most", "at least", "more than", "less than", "within"]
 SIDES = get_args(Side)
+
+OF_ESTIMATE, OF_CRITERION = ("value", "error", "n", "of"), ("side", "limit", "negligible")
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A number that was judged against a criterion: one row of `table`."""
+    """A number that was judged against a criterion by an interval that is one of `looks` to share the 5 %."""
 
     what: str
     answer: Answer
-    value: float
-    error: float
-    n: int
-    of: str
-    kind: Kind
-    looks: int
-    side: Side
-    limit: float
-    negligible: float
-
-    @property
-    def criterion(self) -> Criterion:
-        """The criterion, whose source the claim has."""
-        return Criterion(self.side, self.limit, "", self.negligible)
+    estimate: Estimate
+    criterion: Criterion
+    looks: int = 1
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A claim of the paper, in its words where they are short, the answer, and the numbers behind it.
+    """A claim of the paper, the answer, and the numbers behind it.
 
     Attributes:
         rule, parts: how the answer follows, and from what.
@@ -95,10 +75,9 @@ class Verdict:
 class Criterion:
     """A limit, the side of it on which the claim holds, and where the limit comes from.
 
-    "More than" and "less than" are for claims that one thing is larger than another: a tie decides neither. "within" is
-    for claims that two things are similar: their difference is at most the limit in size, its whole interval included
-    (an equivalence test). Beyond the limit by less than `negligible` is no difference worth a claim: the line that an
-    interval must be on one side of lies so far beyond the limit.
+    Of "more than" and "less than", a tie decides neither. "within" is an equivalence test: a difference is at most the
+    limit in size, its whole interval included. Beyond the limit by less than `negligible` is no difference worth a
+    claim: an interval must be on one side of what lies so far beyond it.
     """
 
     side: Side
@@ -112,10 +91,7 @@ class Criterion:
         return np.asarray(beyond > 0 if self._strict else beyond >= 0)
 
     def decided(self, values: Floats | float, margins: Floats | float) -> tuple[np.ndarray, np.ndarray]:
-        """Mark the values for which the claim holds, and for which it fails; neither within the margin, or at a tie.
-
-        Nor where the margin is not known (NaN).
-        """
+        """Mark the values for which the claim holds, and for which it fails; neither within the margin, or at a tie."""
         beyond, margin = self.beyond(values), np.asarray(margins, dtype=np.float64)
         low, high = beyond - margin, beyond + margin
         return low > 0 if self._strict else low >= 0, (high <= 0) & (beyond < 0)
@@ -155,12 +131,10 @@ def judge(claim: str, what: str, estimate: Estimate | Estimates | float, criteri
     Within the margin of the criterion, at a tie, or without a standard error, nothing is decided; such a layer counts
     for neither side. A mean that rests on one thing alone (one seed) has no margin, and says nothing.
 
-    Of layers the claim holds where more than half hold, and fails where more than half fail. It holds in part where
-    neither is so, but more than half are decided, some for it and some against it. Their intervals are wider
-    (`Estimates.looks`), so that chance among many layers decides no more often than with one.
+    Layers are judged by `most`; their intervals are wider (`Estimates.looks`), so that chance among many decides no
+    more often than with one.
 
     Args:
-        claim: the paper's.
         what: name of the number, with what it is taken over ("mean rank of 13 layers").
         estimate: the number; a float has no error: `Estimate.exact` for one that needs none.
     """
@@ -179,14 +153,7 @@ def judge(claim: str, what: str, estimate: Estimate | Estimates | float, criteri
         evidence += f"; {NO_ERROR}"
     elif answer == UNDECIDED:
         evidence += f"; within {INTERVAL} of it" if estimate.value != criterion.limit else "; equal to it"
-    row = _row(what, answer, estimate, criterion)
-    return Verdict(claim, answer, evidence, "number", (row,))
-
-
-def _row(what: str, answer: Answer, estimate: Estimate, criterion: Criterion, looks: int = 1) -> Judged:
-    kind: Kind = "exact" if estimate.is_exact else "share" if estimate.by_chance else "estimate"
-    known = estimate.value, estimate.error, estimate.n, estimate.of
-    return Judged(what, answer, *known, kind, looks, criterion.side, criterion.limit, criterion.negligible)
+    return Verdict(claim, answer, evidence, "number", (Judged(what, answer, estimate, criterion),))
 
 
 def _judge_layers(claim: str, what: str, layers: Estimates, criterion: Criterion) -> Verdict:
@@ -209,18 +176,12 @@ def _judge_layers(claim: str, what: str, layers: Estimates, criterion: Criterion
         evidence += f", which {layers.looks} of them share" if layers.looks > 1 else ""
     if without:
         evidence += f"; {'' if without == total else f'{without} '}{NO_ERROR}"
-    answers = [HOLDS if yes else FAILS if no else UNDECIDED for yes, no in zip(holds, fails, strict=True)]
-    rows = tuple(
-        _row(
-            f"{layers.each.removesuffix('s')} {place}",
-            answers[place],
-            layers.at(place),
-            criterion,
-            layers.looks,
-        )
-        for place in np.flatnonzero(known).tolist()
-    )
-    return Verdict(claim, most([row.answer for row in rows]), evidence, "most", rows)
+    one = layers.each.removesuffix("s")
+    rows = []
+    for place in np.flatnonzero(known).tolist():
+        answer = HOLDS if holds[place] else FAILS if fails[place] else UNDECIDED
+        rows.append(Judged(f"{one} {place}", answer, layers.at(place), criterion, layers.looks))
+    return Verdict(claim, most([row.answer for row in rows]), evidence, "most", tuple(rows))
 
 
 def _spread(layers: Estimates) -> str:
@@ -240,11 +201,7 @@ def untestable(claim: str, why: str) -> Verdict:
 
 
 def unless_explained(verdict: Verdict, answer: Answer, explanation: str) -> Verdict:
-    """Leave a verdict undecided where something else explains its answer as well.
-
-    Args:
-        answer: which. explanation: what else, in words that end the evidence; empty: nothing.
-    """
+    """Leave a verdict undecided where something else explains its answer as well: in words that end the evidence."""
     if verdict.answer != answer or not explanation:
         return verdict
     evidence = f"{verdict.evidence}; {explanation}"
@@ -254,18 +211,17 @@ def unless_explained(verdict: Verdict, answer: Answer, explanation: str) -> Verd
 def contexts_needed(verdict: Verdict, contexts: int) -> str:
     """Say how many contexts would decide what so many do not, "about 300 contexts would"; empty where nobody knows.
 
-    For a number of the size seen, whose error falls as one over the root of the contexts. One within a standard error
-    of its criterion may be on either side of it, and one whose error rests on other things needs more of those.
+    For a number of the size seen, beyond a standard error, whose error falls as one over the root of the contexts.
     """
     rows = [part for part in verdict.parts if isinstance(part, Judged)]
-    of_contexts = contexts > 0 and all(row.of.endswith("contexts") for row in rows)
+    of_contexts = contexts > 0 and all(row.estimate.of.endswith("contexts") for row in rows)
     if verdict.answer != UNDECIDED or verdict.withheld or not of_contexts:
         return ""
     sides: dict[bool, list[float]] = {True: [], False: []}
     for row in rows:
-        beyond = float(row.criterion.beyond(row.value))
-        if abs(beyond) > row.error:
-            sides[beyond > 0].append((float(sigmas(row.n, row.looks)) * row.error / beyond) ** 2)
+        estimate, beyond = row.estimate, float(row.criterion.beyond(row.estimate.value))
+        if abs(beyond) > estimate.error:
+            sides[beyond > 0].append((float(sigmas(estimate.n, row.looks)) * estimate.error / beyond) ** 2)
     for times in sides.values():
         if 2 * len(times) > len(rows):  # all of one number, more than half of several
             needed = max(1.0, sorted(times)[len(rows) // 2]) * contexts
@@ -283,11 +239,7 @@ def most(answers: Sequence[Answer]) -> Answer:
 
 
 def combined(answers: Iterable[Answer]) -> Answer:
-    """Answer for several parts that are claimed together, where some may be true and others not.
-
-    In part where one holds and another fails; else not decided where one is not; else what all say. A part that is
-    not testable does not count.
-    """
+    """Answer for parts that are true or not by themselves: in part where one holds and another fails."""
     answers = set(answers) - {UNTESTABLE}
     if IN_PART in answers or {HOLDS, FAILS} <= answers:
         return IN_PART
@@ -314,25 +266,25 @@ def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
     """Tabulate every verdict and every number behind it, from which the answers can be found again.
 
     `place`: "2" for the second verdict, "2.1" for the first thing that it follows from. A verdict has `rule`, and
-    `withheld` where its answer was; a number has all other columns. `looks`: how many intervals share the 5 %.
-    Collected verdicts have their `experiment`.
+    `withheld` where its answer was; a number has all other columns; collected verdicts have their `experiment`.
     """
     rows: list[dict[str, Any]] = []
 
-    def add(place: str, part: Judged | Verdict) -> None:
+    def add(place: str, part: Judged | Verdict, experiment: str) -> None:
+        row: dict[str, Any] = {"place": place, "experiment": experiment, "answer": part.answer}
         if isinstance(part, Judged):
-            rows.append({"place": place, "rule": "", "withheld": "", **vars(part)})
+            estimate = part.estimate
+            kind = "exact" if estimate.is_exact else "share" if estimate.by_chance else "estimate"
+            row |= {"what": part.what, "rule": "", "withheld": "", "kind": kind, "looks": part.looks}
+            row |= {name: getattr(estimate, name) for name in OF_ESTIMATE}
+            rows.append(row | {name: getattr(part.criterion, name) for name in OF_CRITERION})
             return
-        own = {name: getattr(part, name) for name in ("answer", "rule", "withheld")}
-        rows.append({"place": place, "what": part.claim, **own})
+        rows.append(row | {"what": part.claim, "rule": part.rule, "withheld": part.withheld})
         for number_of_part, inner in enumerate(part.parts, 1):
-            add(f"{place}.{number_of_part}", inner)
+            add(f"{place}.{number_of_part}", inner, experiment)
 
     for number_of_verdict, verdict in enumerate(verdicts, 1):
-        first = len(rows)
-        add(str(number_of_verdict), verdict)
-        for row in rows[first:]:
-            row["experiment"] = verdict.experiment
+        add(str(number_of_verdict), verdict, verdict.experiment)
     named = ["experiment"] if any(verdict.experiment for verdict in verdicts) else []
-    columns = ["place", *named, "what", "answer", "rule", "withheld", *list(Judged.__dataclass_fields__)[2:]]
-    return pd.DataFrame(rows, columns=columns)
+    first = ("place", *named, "what", "answer", "rule", "withheld")
+    return pd.DataFrame(rows, columns=[*first, *OF_ESTIMATE, "kind", "looks", *OF_CRITERION])

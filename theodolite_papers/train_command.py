@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from theodolite.cli.commands import with_option_groups
+from theodolite.cli.options import with_option_groups
 from theodolite.cli.screen import one_line_errors, screen
 from theodolite.system.files import json_text
 

@@ -73,8 +73,8 @@ def test_a_tokenizer_that_puts_nothing_before_a_text_keeps_the_template_s_first_
     ("row", "says"),
     [
         ([{"role": "critic", "content": "No."}], "the chat template refuses it .*unknown role critic"),
-        (["Hello"], "neither text nor a conversation"),
-        ([{"speaker": "me", "says": "Hello"}], "neither text nor a conversation"),
+        (["Hello"], "neither text nor a list of"),
+        ([{"speaker": "me", "says": "Hello"}], "neither text nor a list of"),
     ],
 )
 def test_what_is_no_conversation_is_refused_with_its_place(tmp_path, chats, row, says):

@@ -17,7 +17,7 @@ import pytest
 
 from theodolite.corpus import documents as texts
 from theodolite.corpus.documents import READERS, Columns, Document, joined_articles, read_path
-from theodolite.corpus.python_texts import python_topics, stdlib_sources
+from theodolite.corpus.spec import python_topics, stdlib_sources
 from theodolite.errors import UsageError
 
 
@@ -125,7 +125,7 @@ def test_a_reader_of_another_kind_is_a_function_and_a_line(tmp_path: Path, monke
         ("a.jsonl", b'{"text": "a"}\n[1]\n', "line 2 is not a JSON object"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"not UTF-8 \(at byte 24\)"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', r"no column 'text' \(it has: body, id\)"),
-        ("a.jsonl", b'{"text": 7}\n', "holds int, not text"),
+        ("a.jsonl", b'{"text": 7}\n', "holds no text"),
         ("a.parquet", b"", "is empty"),
         ("a.parquet", b"PAR1 not really", "not a Parquet file"),
         ("missing.txt", None, "no file or folder"),

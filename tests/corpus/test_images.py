@@ -17,8 +17,9 @@ from transformers import ViTImageProcessor
 from tests import vision
 from theodolite.corpus import images
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.images import PatchGrid
 from theodolite.corpus.named import make_corpus
-from theodolite.corpus.patches import PatchGrid
+from theodolite.corpus.sampling import Choice
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import image_reader, open_model
 
@@ -168,7 +169,7 @@ def dataset(count: int = 6) -> datasets.Dataset:
 def test_a_data_set_by_name(tmp_path, reader):
     (tmp_path / "data").mkdir()
     dataset().to_parquet(tmp_path / "data" / "train.parquet")
-    corpus = make_corpus(f"hf:{tmp_path / 'data'}", reader, None, 4)
+    corpus = make_corpus(f"hf:{tmp_path / 'data'}", reader, None, Choice(4))
     assert len(corpus.contexts) == 4
     assert set(corpus.label_names) == {"cat", "dog"}
     for name, index in by_name(corpus).items():

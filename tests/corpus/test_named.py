@@ -8,10 +8,9 @@ import json
 import pytest
 
 from theodolite.corpus import documents, named
-from theodolite.corpus.documents import Columns, Document
+from theodolite.corpus.documents import Columns, Document, dataset_of
 from theodolite.corpus.named import make_stream
-from theodolite.corpus.python_texts import HELD_OUT_TOPICS
-from theodolite.corpus.spec import PRESETS, dataset_of
+from theodolite.corpus.spec import HELD_OUT_TOPICS, PRESETS
 from theodolite.errors import UsageError
 
 LINES = ["", " = First = ", "", " Some words of it .", " More .", "", " = Second = ", "", " Other words ."]

@@ -137,7 +137,7 @@ def test_surveys_of_pairs_by_the_command(starting, table, tmp_path):
     assert status == 0, stderr
     run, model = Run.load(tmp_path / "run"), open_model(t5)
     start = model.source.target_start
-    corpus = Corpus.from_pairs(table, model.tokenizer, 16, "en", start, 256, text_column="de")
+    corpus = Corpus.from_pairs(table, model.tokenizer, 16, "en", start, contexts=256, text_column="de")
     assert run.provenance["corpus"]["source_column"] == "en"
     assert run.provenance["corpus"]["sha256"] == corpus.sha256
     assert run.heads.equals(survey(model, corpus).heads)

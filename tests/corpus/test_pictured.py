@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from PIL import Image
 from tests.calls import call
 from tests.tokenizers import framed
 from theodolite import Corpus, Run, open_model, survey, trace_sinks
+from theodolite.corpus.images import PicturedTextReader
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.perplexity import perplexity
 from theodolite.models import continued, pictured_text_reader
@@ -218,17 +218,10 @@ def test_a_picture_that_changes_or_is_none_ends_in_a_line(llava, table, monkeypa
         Corpus.from_pictured(table, reader, 64)
 
 
-@dataclass(frozen=True)
-class _ByHand:
+def _by_hand(more: dict[str, torch.Tensor]) -> PicturedTextReader:
     """Gives a text of 12 tokens with a picture of four from the second on, and what a family's processor gives."""
-
-    more: dict[str, torch.Tensor]
-    tokenizer: object = None
-    token: int = IMAGE
-    vocabulary: int = VOCABULARY
-
-    def read(self, document):
-        return [1, *[IMAGE] * 4, 2, 3, 2, 2, 3, 3, 2], self.more
+    ids = [1, *[IMAGE] * 4, 2, 3, 2, 2, 3, 3, 2]
+    return PicturedTextReader(None, IMAGE, VOCABULARY, lambda document: ([*ids], more))
 
 
 def _gemma3() -> tuple[transformers.PreTrainedModel, dict[str, torch.Tensor]]:
@@ -269,7 +262,7 @@ def test_families_that_see_or_place_image_tokens_otherwise_are_refused(made, rea
     torch.manual_seed(0)
     hf, read = made()
     model = open_model(hf.eval())
-    corpus = Corpus.from_pictured(table, _ByHand(read), 64)
+    corpus = Corpus.from_pictured(table, _by_hand(read), 64)
     if reads:
         assert survey(model, corpus).heads["to_image"].between(0.1, 0.9).all()
         return

@@ -15,10 +15,12 @@ import transformers
 from rich.console import Console
 
 from tests.calls import call as called
+from theodolite.cli.options import numbers_of
 from theodolite.corpus.named import make_corpus, make_stream
+from theodolite.corpus.sampling import Choice
 from theodolite.errors import UsageError
 from theodolite.evaluate import command
-from theodolite.evaluate.command import parse_shots, tables
+from theodolite.evaluate.command import tables
 from theodolite.evaluate.few_shot import few_shot_answers, word_tasks
 from theodolite.evaluate.perplexity import perplexity
 from theodolite.evaluate.scores import Score, table
@@ -42,7 +44,7 @@ def test_perplexity_and_few_shot_of_two_models(checkpoint, opened, text, tmp_pat
     tasks = 1 + len(word_tasks())
     assert len(said["scores"]) == 2 * (3 + 2 * tasks)
     model = opened("llama3")
-    corpus = make_corpus(text, model.tokenizer, 32, 256)
+    corpus = make_corpus(text, model.tokenizer, 32, Choice(256))
     loss = rows[str(second), "loss", 0]
     assert loss["value"] == pytest.approx(perplexity(model, corpus).loss)
     assert rows[str(second), "perplexity", 0]["value"] == pytest.approx(math.exp(loss["value"]))
@@ -204,11 +206,11 @@ def test_a_stride_reads_the_text_as_one_sequence(checkpoint, opened, text, tmp_p
 
 
 def test_numbers_of_examples_are_read_or_refused():
-    for given, found in (("3", (3,)), ("0-2", (0, 1, 2)), ("0,2,5", (0, 2, 5)), ("4,0-1,1", (0, 1, 4))):
-        assert parse_shots(given) == found
+    for given, found in (("3", [3]), ("0-2", [0, 1, 2]), ("0,2,5", [0, 2, 5]), ("4,0-1,1", [0, 1, 4])):
+        assert numbers_of(given, "--shots") == found
     for given in ("", "x", "-1", "1-2-3", "5-0", "0,", "²"):
-        with pytest.raises(UsageError, match="is not a number of examples"):
-            parse_shots(given)
+        with pytest.raises(UsageError, match="give numbers and spans"):
+            numbers_of(given, "--shots")
 
 
 NO_TEXT = "without --corpus or --stride: leave out "
@@ -220,7 +222,7 @@ NOTHING = "nothing has such an option: leave out "
     [
         ("--corpus TEXT --task few-shot --shots 17", "few-shot takes up to 16 examples: use --shots 0-16"),
         ("--task few-shot --batch 0", "a batch of 0 prompts reads nothing"),
-        ("--task few-shot --shots six", "is not a number of examples"),
+        ("--task few-shot --shots six", "--shots six: give numbers and spans"),
         *(
             (f"--task few-shot {option}", NO_TEXT + option.split()[0])
             for option in ("--length 64", "--no-pack")

@@ -18,7 +18,7 @@ from tests.tokenizers import framed
 from theodolite import open_model
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.named import make_stream
-from theodolite.corpus.python_texts import HELD_OUT_TOPICS, python_topics
+from theodolite.corpus.spec import HELD_OUT_TOPICS, python_topics
 from theodolite.errors import UsageError, WorkError
 from theodolite.evaluate.perplexity import Perplexity, perplexity, perplexity_scores
 

@@ -11,9 +11,8 @@ from theodolite.jobs.unfinished import JOB, Unfinished
 TENSORS = {"x": torch.ones(2, dtype=torch.float64)}
 
 
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_parts_are_kept_until_the_work_is_finished(on_disk, tmp_path):
-    work = Unfinished(tmp_path / "run" if on_disk else None, {"model": "a"})
+def test_parts_are_kept_until_the_work_is_finished(tmp_path):
+    work = Unfinished(tmp_path / "run", {"model": "a"})
     assert (work.load("text"), work.notes("text"), work.names()) == (None, {}, [])
     work.save("text", TENSORS, {"contexts": 3})
     work.save_once("text", lambda: pytest.fail("it is there"))

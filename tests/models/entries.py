@@ -13,6 +13,7 @@ from tests import checkpoints
 from theodolite.comparison.outputs import read_outputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.named import make_corpus
+from theodolite.corpus.sampling import Choice
 from theodolite.evaluate.few_shot import few_shot_answers
 from theodolite.evaluate.perplexity import perplexity
 from theodolite.explore.panels import view_head
@@ -87,7 +88,7 @@ def cut(model: OpenModel) -> list[Any]:
         Corpus.random_tokens(tokenizer, 16, 3),
         Corpus.from_texts(texts, tokenizer, 16, labels=["first", "second"]),
         Corpus.python_docs(tokenizer, 64, 4, held_out=True),
-        make_corpus("random", tokenizer, 16, 3),
+        make_corpus("random", tokenizer, 16, Choice(3)),
     ]
 
 

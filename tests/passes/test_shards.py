@@ -115,7 +115,7 @@ def test_missing_shards_are_named(opened, corpus, tmp_path):
 def test_two_processes_on_one_shard_are_told_what_else_to_choose(opened, corpus, tmp_path):
     out = tmp_path / "run"
     survey(opened("gpt2"), corpus, out, batch=BATCH, shard=(1, 3))
-    says = r"another process is writing to .*chunk-\d+: wait for it or choose another shard or another --out"
+    says = r"another process is writing to .*chunk-\d+: wait, or choose another shard or another --out"
     with ExitStack() as held:
         for chunk in chunks_of(len(corpus.contexts), BATCH):
             held.enter_context(locked(tmp_path / "run.partial" / chunk.name))

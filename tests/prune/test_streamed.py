@@ -148,7 +148,7 @@ def test_what_is_not_kept_or_written_into_its_own_folder_is_refused(tmp_path, mo
     model = open_streamed(folder)
     with pytest.raises(UsageError, match="read from its files and not kept: give out, a folder"):
         prune_model(model, corpus_of(), "wanda", 0.5)
-    with pytest.raises(UsageError, match="lies in the folder of the model that it is made of"):
+    with pytest.raises(UsageError, match="lies in the folder of the dense model"):
         prune_model(model, corpus_of(), "wanda", 0.5, out=folder / "out")
     monkeypatch.chdir(tmp_path)
     # A folder called as a model of the hub is not that model.

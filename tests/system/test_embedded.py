@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import theodolite
-from theodolite.corpus.python_texts import python_topics
+from theodolite.corpus.spec import python_topics
 from theodolite.models import open_streamed
 from theodolite.system import embedded
 

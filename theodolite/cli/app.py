@@ -1,26 +1,25 @@
-"""The command line: parsing, and which function does the work. Nothing is measured here.
-
-Heavy imports happen inside the commands, so that `theodolite --help` answers at once.
-"""
+"""The command line: heavy imports happen inside the commands, so that `theodolite --help` answers at once."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated
 
 import typer
 
 from theodolite import __version__
-from theodolite.cli.commands import add_commands, with_option_groups
 from theodolite.cli.compare import compare_command
 from theodolite.cli.evaluate import evaluate_command
-from theodolite.cli.explain import explain_command
 from theodolite.cli.explore import explore_command
+from theodolite.cli.options import with_option_groups
 from theodolite.cli.prune import prune_command
 from theodolite.cli.runs import exclude_command, report_command, runs_command
-from theodolite.cli.screen import escape_unwritable, show_tracebacks
+from theodolite.cli.screen import escape_unwritable, explain_command, one_line_errors, show_tracebacks
 from theodolite.cli.survey import merge_command, spectra_command, survey_command, trace_command
+from theodolite.errors import UsageError, first_line
 
 app = typer.Typer(
     help="Survey the geometry of attention: where position and context live, which heads localize or collapse, "
@@ -51,34 +50,46 @@ def _options(
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    _spin_briefly()
+    # Threads that wait for the next operation spin for some 20 µs, not for 10 ms, from others' processors: 1,000 turns
+    # outlast the pause between two operations; without any, waking up makes small operations half as slow again.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is imported
     # It writes to standard output, in front of JSON, and comes with accelerate wherever it is installed.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
-def _spin_briefly() -> None:
-    """Let threads that wait for the next operation spin for some 20 µs, not for 10 ms: before torch is imported.
+def _refusing(entry: EntryPoint, error: Exception) -> Callable[[], None]:
+    """Make the command of another package that cannot be loaded: it says so, also in the list of commands."""
+    package = entry.dist.name if entry.dist else entry.value
+    why = f"{type(error).__name__}: {first_line(error)}"
+    problem = f"{package}: the command {entry.name!r} cannot be loaded ({why})"
 
-    Spinning takes a processor from whoever else would use it, this command's other threads too. 1,000 turns outlast the
-    pause between two operations; without any, waking up makes small operations half as slow again.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    def refuse() -> None:
+        with one_line_errors():
+            raise UsageError(problem)
+
+    refuse.__doc__ = problem
+    return refuse
 
 
-app.command("survey")(with_option_groups(survey_command))
-app.command("merge")(merge_command)
-app.command("spectra")(with_option_groups(spectra_command))
-app.command("trace")(with_option_groups(trace_command))
-app.command("exclude")(exclude_command)
-app.command("report")(report_command)
-app.command("runs")(runs_command)
-app.command("prune")(with_option_groups(prune_command))
-app.command("compare")(with_option_groups(compare_command))
-app.command("evaluate")(with_option_groups(evaluate_command))
-app.command("explore")(with_option_groups(explore_command))
-app.command("explain")(explain_command)
-add_commands(app)
+for _command in (
+    *(survey_command, merge_command, spectra_command, trace_command, exclude_command, report_command),
+    *(runs_command, prune_command, compare_command, evaluate_command, explore_command, explain_command),
+):
+    app.command(_command.__name__.removesuffix("_command"))(with_option_groups(_command))
+
+_names = {command.name for command in app.registered_commands}
+for _entry in sorted(entry_points(group="theodolite.commands"), key=lambda entry: entry.name):
+    if _entry.name in _names:
+        continue
+    try:
+        _added = _entry.load()
+    except Exception as error:
+        _added = _refusing(_entry, error)
+    if isinstance(_added, typer.Typer):
+        app.add_typer(_added, name=_entry.name)
+    else:
+        app.command(_entry.name)(with_option_groups(_added))
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import AsJson, Batch, Opening, Text, say_where
+from theodolite.cli.options import AsJson, Batch, Opening, Text, option, say_where
 from theodolite.cli.screen import bars, print_json, screen, stoppable
 from theodolite.errors import UsageError
 from theodolite.system import embedded
@@ -30,14 +30,11 @@ def compare_command(
         list[str],
         typer.Argument(
             help="Two or more run folders, or folders, GGUF files or hub names of checkpoints "
-            f"(`{embedded.NAME}`: the model inside the package); all are compared with the first.",
-            show_default=False,
+            f"(`{embedded.NAME}`: the model inside the package); all are compared with the first."
         ),
     ],
     text: Text,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder to write [default: runs/FIRST-against-SECOND].")
-    ] = None,
+    out: Path | None = option("Folder to write [default: runs/FIRST-against-SECOND].", None, "--out", "-o"),
     as_json: AsJson = False,
     batch: Batch = None,
     opening: Opening,
@@ -58,9 +55,7 @@ def compare_command(
         runs = [is_run(model) for model in models]
         if any(runs) and not all(runs):
             other = models[runs.index(False)]
-            raise UsageError(
-                f"{other} is not a run folder but others are: give run folders or models, not both"
-            )
+            raise UsageError(f"{other} is no run folder but others are: give either runs or models")
         if all(runs):
             refuse_unread("run folders are compared without a model or a text", text.given())
             folders = models
@@ -86,10 +81,7 @@ def compare_command(
 def _measured(
     models: list[str], out: Path, text: Text, batch: int | None, opening: Opening, stopped: Callable[[], bool]
 ) -> list[str]:
-    """Survey and trace each model and read what its heads write, in folders of `out` that can be resumed.
-
-    Models are opened one after another, so that no two are in memory at once.
-    """
+    """Survey and trace each model and read what its heads write, in folders of `out` that can be resumed."""
     from theodolite.comparison.audit import refuse_unlike, shape_of
     from theodolite.comparison.outputs import read_outputs
     from theodolite.passes.survey import survey
@@ -103,21 +95,22 @@ def _measured(
             first = next(iter(described))
             refuse_unlike((first, name), described[first], described[name])
 
-    def measure(source: str, name: str) -> str:
+    sources = dict(zip(names_of(models), models, strict=True))
+    corpora = {
+        name: opening.read_first(source, text, stopped, batch, functools.partial(check, name))
+        for name, source in sources.items()
+    }
+    parts: dict[str, Callable[..., object]] = {
+        "": functools.partial(survey, seed=text.seed),
+        "-sinks": trace_sinks,
+        "-outputs": read_outputs,
+    }
+    for name, source in sources.items():
         model = opening.open(source, text)
         corpus = corpora[name] or text.read(model, stopped)
         check(name, model, corpus)
-        for read, ending in (
-            (functools.partial(survey, seed=text.seed), ""),
-            (trace_sinks, "-sinks"),
-            (read_outputs, "-outputs"),
-        ):
+        for ending, read in parts.items():
             with bars(stopped, of=name) as show:
                 read(model, corpus, out / f"{name}{ending}", batch=batch, show_progress=show)
-        return str(out / name)
-
-    corpora = {
-        name: opening.read_first(source, text, stopped, batch, functools.partial(check, name))
-        for name, source in zip(names_of(models), models, strict=True)
-    }
-    return [measure(source, name) for source, name in zip(models, corpora, strict=True)]
+        del model  # before the next one is opened
+    return [str(out / name) for name in sources]

@@ -1,12 +1,9 @@
-"""`theodolite evaluate`: parsing, and which functions do the work.
-
-Nothing is measured here, and nothing heavy is imported.
-"""
+"""`theodolite evaluate`: parsing, and which functions do the work. Nothing heavy is imported."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,18 +11,90 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import AsJson, Opening, Text
+from theodolite.cli.options import AsJson, Opening, Text, numbers_of, option
 from theodolite.cli.screen import bars, print_json, stoppable
+from theodolite.corpus.spec import HELD_OUT
 from theodolite.errors import UsageError
 from theodolite.system import embedded
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target, locked
 
 if TYPE_CHECKING:
+    from theodolite.evaluate.command import Questions
     from theodolite.evaluate.scores import Score
 
-FEW_SHOT_TASK, SHOTS, PROMPTS = "few-shot", "0-5", 100
-"""The task of this package; numbers of examples, and prompts, unless others are given."""
+FEW_SHOT_TASK, SHOTS, PROMPTS = "few-shot", "0-5", 100  # of this package's task, unless others are given
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Options of what models are asked."""
+
+    task: list[str] | None = option("few-shot (word tasks), or a task or group of lm-eval; repeatable.")
+    tasks: Path | None = option("Folder of custom lm-eval tasks (may run Python code in it).")
+    shots: str | None = option(f"Examples in the prompt, as 3, 0,2,5 or 0-5 [default: {SHOTS}].")
+    prompts: int | None = option(f"Prompts of each task of few-shot [default: {PROMPTS}].")
+    limit: int | None = option("Maximum number of documents per lm-eval task [default: all].")
+    stride: int | None = option(
+        "Read the text as one sequence, in windows of --length tokens (default: 2048, or the model's maximum) "
+        "that begin so many tokens apart, and count of each what is new in it; beside --task, as well as the tasks."
+    )
+    as_published: bool = option(
+        "With --stride: <bos> at the text's beginning alone, as GPTQ does.", False, "--as-published"
+    )
+    no_special_tokens: bool = option(
+        "With --stride: read the text without <bos>.", False, "--no-special-tokens"
+    )
+    batch: int | None = option("Prompts per forward pass [default: 4096 tokens; of lm-eval 8].")
+    download: bool = option("Let lm-eval download data that are not on this machine.", False, "--download")
+    chat_template: bool = option("Ask lm-eval's tasks in conversations.", False, "--chat-template")
+    system: str | None = option("Text of the system's turn, or before every prompt, of lm-eval's tasks.")
+
+    def checked(self, text: Text) -> Text | None:
+        """Check all options, and return the text to read; None where tasks alone are asked."""
+        few_shot = FEW_SHOT_TASK in (self.task or ())
+        of_lm_eval = self.tasks is not None or any(name != FEW_SHOT_TASK for name in self.task or ())
+        if self.as_published and self.no_special_tokens:
+            raise UsageError("give --as-published or --no-special-tokens: published ones have special tokens")
+        beginnings = {"--as-published": self.as_published, "--no-special-tokens": self.no_special_tokens}
+        if self.stride is None:
+            refuse_unread("without --stride the text is read in contexts, which begin as it does", beginnings)
+        if not of_lm_eval:
+            of_tasks: dict[str, object] = {"--limit": self.limit, "--download": self.download}
+            of_tasks |= {"--chat-template": self.chat_template, "--system": self.system}
+            refuse_unread("without a --task of lm-eval, or --tasks, nothing has such an option", of_tasks)
+        if not (few_shot or of_lm_eval):
+            refuse_unread("without --task or --tasks there are no examples", {"--shots": self.shots})
+        if not few_shot:
+            alone = f"without --task {FEW_SHOT_TASK} nothing has such an option"
+            refuse_unread(alone, {"--prompts": self.prompts})
+        numbers_of(self.shots, "--shots")
+        read = text if text.corpus is not None else replace(text, corpus=HELD_OUT)
+        if self.stride is not None:
+            read.check_stream()
+        elif text.corpus is not None or not (self.task or self.tasks):
+            read.check()
+        else:
+            refuse_unread("tasks read no text without --corpus or --stride", text.given())
+            return None
+        return read
+
+    def questions(self, text: Text) -> Questions:
+        """Return what every model is asked."""
+        from theodolite.evaluate.command import Questions
+
+        begin = "none" if self.no_special_tokens else "text" if self.as_published else "windows"
+        names = ("limit", "batch", "download", "stride", "chat_template", "system")
+        return Questions(
+            tasks=tuple(self.task or ()),
+            folder=self.tasks,
+            shots=tuple(numbers_of(SHOTS if self.shots is None else self.shots, "--shots") or ()),
+            prompts=PROMPTS if self.prompts is None else self.prompts,
+            seed=text.seed,
+            length=text.length,
+            beginnings=begin,
+            **{name: getattr(self, name) for name in names},
+        )
 
 
 def evaluate_command(
@@ -33,67 +102,12 @@ def evaluate_command(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Folders, GGUF files or hub names of checkpoints (`{embedded.NAME}`: the model inside the package, "
-            "which is also the default).",
-            show_default=False,
+            help=f"Folders, GGUF files or hub names of checkpoints [default: {embedded.NAME}, in the package]."
         ),
     ] = None,
     text: Text,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(help="few-shot (word tasks, offline), or a task or group of lm-eval; repeatable."),
-    ] = None,
-    tasks: Annotated[
-        Path | None, typer.Option(help="Folder of custom lm-eval tasks (may run Python code in it).")
-    ] = None,
-    shots: Annotated[
-        str | None,
-        typer.Option(help=f"Numbers of examples in the prompt, as 3, 0,2,5 or 0-5 [default: {SHOTS}]."),
-    ] = None,
-    prompts: Annotated[
-        int | None, typer.Option(help=f"Prompts of each task of few-shot [default: {PROMPTS}].")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Maximum number of documents per lm-eval task [default: all].")
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            help="Read the text as one sequence, in windows of --length tokens (default: 2048, or the model's maximum) "
-            "that begin so many tokens apart, and count of each what is new in it; beside --task, as well as the tasks."
-        ),
-    ] = None,
-    as_published: Annotated[
-        bool,
-        typer.Option(
-            "--as-published",
-            help="With --stride: begin as a text of the model begins (<bos>) only where the text does, not in each "
-            "window; so GPTQ, SparseGPT and Wanda do.",
-        ),
-    ] = False,
-    no_special_tokens: Annotated[
-        bool,
-        typer.Option("--no-special-tokens", help="With --stride: read the text without <bos> or the like."),
-    ] = False,
-    batch: Annotated[
-        int | None,
-        typer.Option(help="Prompts per forward pass [default: 4096 tokens; 8 prompts for lm-eval]."),
-    ] = None,
-    download: Annotated[
-        bool, typer.Option("--download", help="Let lm-eval download data that are not on this machine.")
-    ] = False,
-    chat_template: Annotated[
-        bool,
-        typer.Option("--chat-template", help="Ask lm-eval's tasks in conversations, by the chat template."),
-    ] = False,
-    system: Annotated[
-        str | None,
-        typer.Option(help="Text of the system's turn, or before every prompt, in lm-eval's tasks."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="JSON file of results; those already in it are not measured again."),
-    ] = None,
+    asked: _Asked,
+    out: Path | None = option("JSON file of results, which are not measured again.", None, "--out", "-o"),
     as_json: AsJson = False,
     opening: Opening,
 ) -> None:
@@ -107,88 +121,35 @@ def evaluate_command(
     Example: theodolite evaluate dense pruned --task few-shot --shots 0-5
     """
     with stoppable(saves=out is not None) as stopped, ExitStack() as held:
-        from theodolite.corpus.spec import HELD_OUT
-
         names: list[Any] = list(models or []) or [None]  # None: the embedded model
         opening.check(*names)
         check_target(out)
-        reads = text.corpus is not None or stride is not None or not (task or tasks)
-        read = text if text.corpus is not None else replace(text, corpus=HELD_OUT)
-        if as_published and no_special_tokens:
-            raise UsageError(
-                "published perplexities have special tokens: give --as-published or --no-special-tokens"
-            )
-        if stride is None:
-            beginnings = {"--as-published": as_published, "--no-special-tokens": no_special_tokens}
-            refuse_unread("without --stride the text is read in contexts, which begin as it does", beginnings)
-        if stride is not None:
-            read.check_stream()
-        elif reads:
-            read.check()
-        else:
-            refuse_unread("tasks read no text without --corpus or --stride", text.given())
-        few_shot = FEW_SHOT_TASK in (task or ())
-        of_lm_eval = tasks is not None or any(name != FEW_SHOT_TASK for name in task or ())
-        if not of_lm_eval:
-            of_tasks: dict[str, object] = {"--limit": limit, "--download": download}
-            of_tasks |= {"--chat-template": chat_template, "--system": system}
-            refuse_unread("without a --task of lm-eval, or --tasks, nothing has such an option", of_tasks)
-        if not (few_shot or of_lm_eval):
-            refuse_unread("without --task or --tasks there are no examples", {"--shots": shots})
-        if not few_shot:
-            refuse_unread(
-                f"without --task {FEW_SHOT_TASK} nothing has such an option", {"--prompts": prompts}
-            )
+        read = asked.checked(text)
         if out is not None:
             held.enter_context(locked(out))
 
-        from theodolite.evaluate.command import Questions, evaluate, parse_shots
-        from theodolite.evaluate.scores import Evaluation
+        from theodolite.evaluate.command import evaluate, lm_eval_version, tables
+        from theodolite.evaluate.scores import Evaluation, table
         from theodolite.passes.run import describe_model, versions
 
-        asked = Questions(
-            tuple(task or ()),
-            tasks,
-            parse_shots(SHOTS if shots is None else shots),
-            PROMPTS if prompts is None else prompts,
-            text.seed,
-            limit,
-            batch,
-            download,
-            stride,
-            text.length,
-            "none" if no_special_tokens else "text" if as_published else "windows",
-            chat_template,
-            system,
-        )
-        asked.check()
+        questions = asked.questions(text)
+        questions.check()
         evaluation = Evaluation(out)
         scores: list[Score] = []
         described: list[Any] = []
-        how: dict[str, Any] = {"stride": stride, "special_tokens": not no_special_tokens}
+        how: dict[str, Any] = {"stride": asked.stride, "special_tokens": not asked.no_special_tokens}
         for name in names:
-            corpus = opening.read_first(
-                name, read if reads else None, stopped, check=asked.check_model, **how
-            )
+            corpus = opening.read_first(name, read, stopped, check=questions.check_model, **how)
             model = opening.open(name)
             described.append(describe_model(model)["model"])
-            if reads and corpus is None:
+            if read is not None and corpus is None:
                 corpus = read.read(model, stopped, **how)
-            scores += evaluate(model, corpus, asked, evaluation, partial(bars, stopped))
+            scores += evaluate(model, corpus, questions, evaluation, partial(bars, stopped))
             del model  # before the next one is opened
-        _finish(scores, {"versions": versions(), "models": described}, as_json)
-
-
-def _finish(scores: list[Score], provenance: dict[str, Any], as_json: bool) -> None:
-    """Show the scores, or print them as JSON."""
-    from theodolite.evaluate.command import lm_eval_version, tables
-    from theodolite.evaluate.scores import table
-
-    frame = table(scores)
-    if not as_json:
-        console = Console(soft_wrap=True)
-        for shown in tables(frame):
-            console.print(shown)
-        return
-    provenance["versions"]["lm_eval"] = lm_eval_version()
-    print_json(provenance | {"scores": frame.to_dict(orient="records")})
+        frame = table(scores)
+        if as_json:
+            known = versions() | {"lm_eval": lm_eval_version()}
+            print_json({"versions": known, "models": described, "scores": frame.to_dict(orient="records")})
+        else:
+            for shown in tables(frame):
+                Console(soft_wrap=True).print(shown)

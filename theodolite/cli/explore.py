@@ -1,7 +1,4 @@
-"""`theodolite explore`: parsing, and which functions do the work.
-
-Nothing is measured here, and nothing heavy is imported.
-"""
+"""`theodolite explore`: parsing, and which functions do the work. Nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import Model, Opening, Text, contexts_help
-from theodolite.cli.screen import bars, one_line_errors, say_stopping, screen
+from theodolite.cli.options import Model, Opening, Text, contexts_option, option
+from theodolite.cli.screen import bars, one_line_errors, say_dimly, say_stopping
 from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
 from theodolite.system.progress import interruptible
@@ -40,7 +37,7 @@ _GRADIO = dict.fromkeys(("GRADIO_ANALYTICS_ENABLED", "GRADIO_MCP_SERVER", "GRADI
 
 @dataclass(frozen=True)
 class _SurveyText(Text):
-    contexts: Annotated[int | None, typer.Option(help=contexts_help(32))] = None
+    contexts: int | None = contexts_option(32)
 
     default_contexts: ClassVar[int] = 32  # takes seconds, and is enough for a mean at each position
 
@@ -51,19 +48,13 @@ def explore_command(
     other: Annotated[
         str | None,
         typer.Argument(
-            help="A second model, such as a pruned one, shown next to the first; same tokenizer and shape.",
-            show_default=False,
+            help="A second model, such as a pruned one, shown next to the first; same tokenizer and shape."
         ),
     ] = None,
-    runs: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--run", help="Folder of a finished survey of the model, instead of a new one; once per model."
-        ),
-    ] = None,
+    runs: list[Path] | None = option("Folder of a finished survey; once per model.", None, "--run"),
     text: _SurveyText,
-    port: Annotated[int | None, typer.Option(help="Port [default: the first free one from 7860].")] = None,
-    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    port: int | None = option("Port [default: the first free one from 7860]."),
+    browser: bool = option("Open the page in a browser.", True),
     opening: Opening,
 ) -> None:
     """Explore a model head by head on prompts of your own, on a page served to this machine only.
@@ -78,9 +69,7 @@ def explore_command(
         if runs:
             refuse_unread("--run brings its own text", text.given())
             if len(runs) != len(names):
-                raise UsageError(
-                    f"{len(runs)} --run for {len(names)} models: give one per model, in the same order"
-                )
+                raise UsageError(f"{len(runs)} --run for {len(names)} models: give one per model, in order")
             for folder in runs:
                 check_run(folder)
         opening.check(*names)
@@ -102,19 +91,24 @@ def explore_command(
                 opened = [opening.open(name) for name in names]
                 called = names_of([each.id for each in opened])
                 check_pair(dict(zip(called, opened, strict=True)))
-                surveys: list[Run] | list[PlannedSurvey]
-                if runs:
-                    surveys = finished
-                    for each, run in zip(opened, finished, strict=True):
-                        check_run_of(each, run)
-                else:
+                surveys: list[Run] | list[PlannedSurvey] = finished
+                for each, run in zip(opened, finished, strict=bool(runs)):
+                    check_run_of(each, run)
+                if not runs:
                     with interruptible(say_stopping) as stopped:
                         surveys = [
                             _planned(each, corpus or text.read(each, stopped), text.seed, ended)
                             for each, corpus in zip(opened, corpora, strict=True)
                         ]
                 subjects = list(map(Subject, called, opened, surveys))
-                serve(application(subjects), listening, lambda address: _say(address, browser), ended)
+
+                def say(address: str) -> None:
+                    console = Console(soft_wrap=True)
+                    console.print(f"Explorer: {address} (Ctrl-C ends it)", highlight=False)
+                    if browser and not webbrowser.open(address):
+                        say_dimly("no browser was found: open the address yourself")
+
+                serve(application(subjects), listening, say, ended)
                 for subject in subjects:
                     subject.wait()
 
@@ -140,9 +134,3 @@ def _planned(model: OpenModel, corpus: Corpus, seed: int, ended: threading.Event
             return survey_heads(sharing_weights(model), corpus, seed=seed, show_progress=both)
 
     return PlannedSurvey(describe_model(model) | describe_pass(model, corpus, seed, {}), make)
-
-
-def _say(address: str, browser: bool) -> None:
-    Console(soft_wrap=True).print(f"Explorer: {address} (Ctrl-C ends it)", highlight=False)
-    if browser and not webbrowser.open(address):
-        screen.print("no browser was found: open the address yourself", style="dim")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from theodolite.cli.options import AsJson, finish, finish_trace
+from theodolite.cli.options import AsJson, finish, finish_trace, option
 from theodolite.cli.screen import one_line_errors, print_json, say_dimly, screen
 from theodolite.errors import UsageError
 from theodolite.system.files import check_target
@@ -32,9 +32,7 @@ ALWAYS = ("folder", "kind", "model", "corpus", "date")
 
 
 def runs_command(
-    folder: Annotated[
-        Path, typer.Argument(help="Folder whose subfolders are runs.", show_default=True)
-    ] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(help="Folder whose subfolders are runs.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """List the runs of a folder: kind, model, text, date, and every option that is not the same in all of them.
@@ -42,12 +40,6 @@ def runs_command(
     Example: theodolite runs runs
     """
     with one_line_errors(saves=False):
-        if folder.is_file():
-            raise UsageError(
-                f"{folder} is a file, not a folder: give one that holds run folders, such as runs"
-            )
-        if not folder.is_dir():
-            raise UsageError(f"no folder {folder}: give one that holds run folders, such as runs")
         runs = []
         for path in sorted(folder.glob(f"*/{RUN}")):
             try:
@@ -55,12 +47,21 @@ def runs_command(
             except UsageError as error:
                 say_dimly(str(error))
         if not runs:
-            raise UsageError(f"no run in {folder}: give a folder that holds run folders, such as runs")
-        rows = with_differences(runs)
+            what = "no run in" if folder.is_dir() else "no folder"
+            raise UsageError(f"{what} {folder}: give a folder that holds run folders, such as runs")
+        names = dict.fromkeys(name for run in runs for name in run)
+        unlike = [name for name in names if any(run.get(name) != runs[0].get(name) for run in runs)]
+        columns = [name for name in names if name in ALWAYS or name in unlike]
         if as_json:
-            print_json(rows)
-        else:
-            Console(soft_wrap=True).print(_table(rows))
+            print_json([{name: run.get(name) for name in columns} for run in runs])
+            return
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in columns:
+            table.add_column(name.replace("_", " "), overflow="fold")
+        for run in runs:
+            values = (run.get(name) for name in columns)
+            table.add_row(*("–" if value is None else escape(str(value)) for value in values))
+        Console(soft_wrap=True).print(table)
 
 
 def described(folder: Path) -> dict[str, Any]:
@@ -87,26 +88,8 @@ def described(folder: Path) -> dict[str, Any]:
     }
 
 
-def with_differences(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the runs with the columns of `ALWAYS`, and of the others those whose values differ."""
-    names = dict.fromkeys(name for run in runs for name in run)
-    columns = [
-        name for name in names if name in ALWAYS or any(run.get(name) != runs[0].get(name) for run in runs)
-    ]
-    return [{name: run.get(name) for name in columns} for run in runs]
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), overflow="fold")
-    for row in rows:
-        table.add_row(*("–" if value is None else escape(str(value)) for value in row.values()))
-    return table
-
-
 def report_command(
-    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
     as_json: AsJson = False,
 ) -> None:
     """Rewrite the report of a run folder, and show its tables.
@@ -117,28 +100,18 @@ def report_command(
         check_run(run)
 
         from theodolite.passes.run import Run
-        from theodolite.report.page import write_report
 
         loaded = Run.load(run)
         if loaded.kind == OUTPUTS:
-            raise UsageError(
-                f"{run} holds head outputs, which `theodolite compare` reads together with the survey"
-            )
-        if loaded.kind == TRACE:
-            finish_trace(loaded, run, as_json)
-            return
-        finish(loaded, write_report(loaded, run / "report"), as_json)
+            raise UsageError(f"{run} holds head outputs, which `theodolite compare` reads")
+        show = finish_trace if loaded.kind == TRACE else finish
+        show(loaded, run, as_json)
 
 
 def exclude_command(
-    run: Annotated[Path, typer.Argument(help="Folder of a survey or a trace.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="JSON file to write.")] = Path("exclusions.json"),
-    least_share: Annotated[
-        float,
-        typer.Option(
-            help="Least share of contexts (sinks, massive activations) or tokens (outliers) for a rule."
-        ),
-    ] = 0.01,
+    run: Annotated[Path, typer.Argument(help="Folder of a survey or a trace.")],
+    out: Path = option("JSON file to write.", Path("exclusions.json"), "--out", "-o"),
+    least_share: float = option("Least share of contexts (of outliers: of tokens) for a rule.", 0.01),
     as_json: AsJson = False,
 ) -> None:
     """Write the sinks and outliers of a run as rules: what to leave out of autoencoders, quantisation or pruning.

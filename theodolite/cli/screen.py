@@ -1,7 +1,4 @@
-"""A command's lines on standard error while it works: progress, one-line errors and their explanation, Ctrl-C.
-
-No command is here, and nothing heavy is imported.
-"""
+"""A command's lines on standard error: progress, one-line errors, Ctrl-C; and `theodolite explain`."""
 
 from __future__ import annotations
 
@@ -17,18 +14,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from theodolite.errors import TheodoliteError, first_line
+from theodolite.errors import TheodoliteError, UsageError, first_line
 from theodolite.system.files import json_text
 from theodolite.system.progress import STOPPING, ended_as_by_ctrl_c, interruptible
 
 screen = Console(stderr=True)
 _tracebacks = False
-_SMALLER = "use a smaller --batch or --length, or --dtype bfloat16"
 
 
 def escape_unwritable() -> None:
@@ -53,22 +50,11 @@ def show_tracebacks(wanted: bool) -> None:
 
 @contextmanager
 def one_line_errors(*, saves: bool = True) -> Iterator[None]:
-    """Turn any exception into one line and an exit status: the error's own, 130 for Ctrl-C, else 1.
-
-    SIGTERM and SIGHUP count as Ctrl-C.
-
-    Args:
-        saves: whether the command saves its progress, so that it can be resumed.
-    """
+    """Turn any exception into one line and an exit status; `saves`: the command can be resumed."""
     try:
         with ended_as_by_ctrl_c():
             yield
             print(end="", flush=True)  # here, where a reader that has left is no error; to nobody, nothing
-    except TheodoliteError as error:
-        if _tracebacks:
-            raise
-        _say_error(str(error))
-        raise typer.Exit(error.exit_status) from None
     except KeyboardInterrupt:
         _say_error("interrupted; rerun the command to resume" if saves else "interrupted")
         raise typer.Exit(130) from None
@@ -77,8 +63,8 @@ def one_line_errors(*, saves: bool = True) -> Iterator[None]:
             raise typer.Exit(141) from None  # as a shell says of a program that SIGPIPE ended
         if _tracebacks:
             raise
-        _say_error(_line_of(error))
-        raise typer.Exit(1) from None
+        _say_error(str(error) if isinstance(error, TheodoliteError) else _line_of(error))
+        raise typer.Exit(getattr(error, "exit_status", 1)) from None
 
 
 def _reader_left() -> bool:
@@ -92,12 +78,12 @@ def _reader_left() -> bool:
 
 
 def _line_of(error: Exception) -> str:
-    torch = sys.modules.get("torch")  # where it is not imported, it raised nothing
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return f"out of memory: {_SMALLER}, or spread the model over devices with --device-map auto"
     first = first_line(error)
+    smaller = "out of memory: use a smaller --batch or --length, or --dtype bfloat16"
+    if "out of memory" in first:  # torch's message on a GPU
+        return f"{smaller}, or spread the model over devices with --device-map auto"
     if isinstance(error, MemoryError) or "can't allocate memory" in first:  # torch's message on a CPU
-        return f"out of memory: {_SMALLER}"
+        return smaller
     return f"{type(error).__name__}: {first} (run theodolite --debug … for the traceback)"
 
 
@@ -136,11 +122,7 @@ def say_stopping() -> None:
 def bars(
     stopped: Callable[[], bool], *, of: str = "", unit: str = "", kept: bool = True
 ) -> Iterator[Callable[[str, int, int], None]]:
-    """Show progress bars, called with (task, done, total), one under the other in order of appearance.
-
-    Each title begins with `of`. At the end they stay where they are `kept`. A call raises KeyboardInterrupt once
-    `stopped()` is true.
-    """
+    """Show progress bars, called with (task, done, total), titled `of`: task; a call raises once `stopped()`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -203,3 +185,30 @@ def sections() -> dict[str, Section]:
 def section_of(message: str) -> Section | None:
     """Find the section that explains this message, if there is one."""
     return next((s for s in sections().values() if any(quote in message for quote in s.quoted)), None)
+
+
+def explain_command(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            help="A section, part of its name, or an error message. Without it: list the sections."
+        ),
+    ] = None,
+) -> None:
+    """Explain what an error means and what to do about it.
+
+    Example: theodolite explain run-folders
+    """
+    with one_line_errors(saves=False):
+        from rich.markdown import Markdown
+
+        known = sections()
+        if what is None:
+            print("\n".join(known))
+            return
+        word = what.strip().lower()
+        named = next((known[name] for name in known if word and word in name), None)
+        section = section_of(what) or named
+        if section is None:
+            raise UsageError(f"nothing explains {what!r}: give one of {', '.join(known)}")
+        Console().print(Markdown(f"## {section.title}\n{section.text}"))

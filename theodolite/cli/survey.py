@@ -25,9 +25,11 @@ from theodolite.cli.options import (
     finish,
     finish_trace,
     numbers_of,
+    option,
     say_where,
+    written_report,
 )
-from theodolite.cli.screen import bars, print_json, say_dimly, screen, stoppable
+from theodolite.cli.screen import bars, print_json, say_dimly, stoppable
 from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
 from theodolite.system.files import check_target
@@ -39,15 +41,6 @@ if TYPE_CHECKING:
     from theodolite.models import OpenModel
     from theodolite.passes.run import Run
 
-Shard = Annotated[
-    str | None,
-    typer.Option(
-        metavar="K/N",
-        help="Read only the K-th of N parts of the text, in a process of its own; `theodolite merge FOLDER` makes the "
-        "run when all N, with the same --out FOLDER, are done.",
-    ),
-]
-
 
 def survey_command(
     *,
@@ -56,7 +49,11 @@ def survey_command(
     out: RunFolder = None,
     as_json: AsJson = False,
     batch: Batch = None,
-    shard: Shard = None,
+    shard: str | None = option(
+        "Read only the K-th of N parts of the text, in a process of its own; `theodolite merge FOLDER` makes the run "
+        "when all N, with the same --out FOLDER, are done.",
+        metavar="K/N",
+    ),
     stream: Stream = False,
     layers: Layers = None,
     opening: Opening,
@@ -66,39 +63,49 @@ def survey_command(
     Example: theodolite survey gpt2 --corpus notes.txt --length 256 --out runs/gpt2
     """
     with stoppable() as stopped:
-        several = models is not None and len(models) > 1
-        if several:
+        names: list[Any] = list(models or []) or [None]  # None: the embedded model
+        if len(names) > 1:
             refuse_unread("several models: survey one in shards by itself", {"--shard": shard})
         if stream:
             refuse_unread("--stream: one process reads the files, for all of the text", {"--shard": shard})
         if shard is not None:
             refuse_unread("--shard: `theodolite merge` makes the report, of all layers", {"--layers": layers})
         part, chosen = None if shard is None else shard_of(shard), numbers_of(layers, "--layers")
-        opening.check(*(models or ()))
+        opening.check(*names)
         text.check()
-        if several:
+        if len(names) > 1:
             check_target(out)
         else:
             check_out(out)
+
+        from theodolite.passes.survey import survey
         from theodolite.system.processor import keep_pages
 
         if not stream:  # which is for those who have no memory to spare
             keep_pages()
-        survey_one = functools.partial(
-            _survey_one,
-            text=text,
-            batch=batch,
-            stream=stream,
-            layers=chosen,
-            opening=opening,
-            stopped=stopped,
-        )
-        if several:
-            _survey_series(models or [], out or Path("runs") / "series", survey_one, as_json)
-            return
-        surveyed = survey_one(models[0] if models else None, out, shard=part)
-        if surveyed is not None:
-            finish(*surveyed, as_json)
+
+        def survey_one(model: str | None, out: Path | None, of: str = "") -> Run | None:
+            """Survey one model, called `of` in the progress bars; None for a shard."""
+            corpus = opening.read_first(model, text, stopped, batch)
+            opened = opening.open_streamed(model, stopped) if stream else opening.open(model, text)
+            opened = opened.only(chosen)
+            corpus = corpus or text.read(opened, stopped)
+            folder = out or default_folder(opened, corpus)
+            how: dict[str, Any] = {"batch": batch, "seed": text.seed}
+            with bars(stopped, of=of) as show:
+                if part is None:
+                    return survey(opened, corpus, folder, show_progress=show, **how)
+                survey(opened, corpus, folder, shard=part, show_progress=show, **how)
+            if is_run(folder):
+                say_dimly(f"{folder} is finished: nothing is left to read or to merge")
+            else:
+                say_dimly(f"shard {shard} is read; when all are: theodolite merge {folder}")
+            return None
+
+        if len(names) > 1:
+            _survey_series(names, out or Path("runs") / "series", survey_one, as_json)
+        elif run := survey_one(names[0], out):
+            finish(run, run.folder, as_json)
 
 
 def shard_of(given: str) -> tuple[int, int]:
@@ -109,18 +116,15 @@ def shard_of(given: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-def _survey_series(
-    models: list[str], out: Path, survey_one: Callable[..., tuple[Run, Path] | None], as_json: bool
-) -> None:
+def _survey_series(models: list[str], out: Path, survey_one: Callable[..., Any], as_json: bool) -> None:
     """Survey each model into a folder of its own below `out`, and write table and curves of them all."""
     from theodolite.comparison.series import write_series
     from theodolite.report.data import records
 
-    runs = {}
+    runs: dict[str, Run] = {}
     for model, name in zip(models, names_of(models), strict=True):
-        surveyed = survey_one(model, out / name, of=name)
-        assert surveyed is not None
-        runs[name] = surveyed[0]
+        runs[name] = survey_one(model, out / name, name)
+        written_report(runs[name], out / name)
     table, page = write_series(runs, out)
     if as_json:
         print_json({"models": records(table)})
@@ -130,49 +134,8 @@ def _survey_series(
     say_where(page, as_json)
 
 
-def _survey_one(
-    model: str | None,
-    out: Path | None,
-    *,
-    text: PairedText,
-    batch: int | None,
-    stream: bool,
-    layers: list[int] | None,
-    opening: Opening,
-    stopped: Callable[[], bool],
-    shard: tuple[int, int] | None = None,
-    of: str = "",
-) -> tuple[Run, Path] | None:
-    """Survey one model and write its report; None for a shard. `of`: its name in the progress bars."""
-    from theodolite.passes.survey import survey
-    from theodolite.report.page import write_report
-
-    corpus = opening.read_first(model, text, stopped, batch)
-    opened = opening.open_streamed(model, stopped) if stream else opening.open(model, text)
-    opened = opened.only(layers)
-    corpus = corpus or text.read(opened, stopped)
-    folder = out or default_folder(opened, corpus)
-    how: dict[str, Any] = {"batch": batch, "seed": text.seed}
-    with bars(stopped, of=of) as show:
-        if shard is not None:
-            survey(opened, corpus, folder, shard=shard, show_progress=show, **how)
-        else:
-            run = survey(opened, corpus, folder, show_progress=show, **how)
-    if shard is not None:
-        number, count = shard
-        if is_run(folder):
-            say_dimly(f"{folder} is finished: nothing is left to read or to merge")
-        else:
-            say_dimly(f"shard {number}/{count} is read; when all are: theodolite merge {folder}")
-        return None
-    with screen.status("writing the report"):
-        return run, write_report(run, folder / "report")
-
-
 def merge_command(
-    folder: Annotated[
-        Path, typer.Argument(help="The --out of `theodolite survey … --shard K/N`.", show_default=False)
-    ],
+    folder: Annotated[Path, typer.Argument(help="The --out of `theodolite survey … --shard K/N`.")],
     as_json: AsJson = False,
 ) -> None:
     """Make the run and its report of a survey in shards, with the same tables as one process would.
@@ -186,24 +149,19 @@ def merge_command(
 
         from theodolite.models.stored.loading import hide_progress_bars
         from theodolite.passes.survey import merge
-        from theodolite.report.page import write_report
         from theodolite.system.processor import keep_pages
 
         keep_pages()
         hide_progress_bars()
         with bars(stopped) as show:
             run = merge(folder, show_progress=show)
-        with screen.status("writing the report"):
-            page = write_report(run, folder / "report")
-        finish(run, page, as_json)
+        finish(run, folder, as_json)
 
 
 def spectra_command(
     *,
     model: Model = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Also write a run folder with a report.")
-    ] = None,
+    out: Path | None = option("Also write a run folder with a report.", None, "--out", "-o"),
     as_json: AsJson = False,
     opening: Opening,
 ) -> None:
@@ -218,7 +176,6 @@ def spectra_command(
         check_out(out)
 
         from theodolite.passes.survey import spectra
-        from theodolite.report.page import write_report
 
         if opening.device is None and opening.device_map is None:
             opened = opening.open_streamed(model, stopped, device="cpu")
@@ -226,31 +183,17 @@ def spectra_command(
             opened = opening.open(model)
         with bars(stopped) as show:
             run = spectra(opened, out, show_progress=show)
-        with screen.status("writing the report"):
-            page = None if out is None else write_report(run, out / "report")
-        finish(run, page, as_json)
+        finish(run, out, as_json)
 
 
 def trace_command(
     *,
     model: Model = None,
     text: PairedText,
-    local_sinks: Annotated[
-        bool, typer.Option("--local-sinks", help="Also local sinks, which dominate a contiguous span only.")
-    ] = False,
-    generate: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens that the model writes behind every context, greedily; they are traced with it."
-        ),
-    ] = None,
+    local_sinks: bool = option("Also local sinks, which dominate a span only.", False, "--local-sinks"),
+    generate: int | None = option("Tokens that the model writes behind every context, and that are traced."),
     layers: Layers = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", help="Run folder to write [default: runs/MODEL-CORPUS-sinks, or -local-sinks]."
-        ),
-    ] = None,
+    out: Path | None = option("Run folder to write [default: runs/MODEL-CORPUS-sinks].", None, "--out", "-o"),
     as_json: AsJson = False,
     batch: Batch = None,
     opening: Opening,

@@ -1,7 +1,6 @@
 """Make a corpus of a text or of images: non-overlapping contexts with labels, a hash and a seed.
 
-Everything that a survey reads comes through `Corpus`. `documents.py` finds and reads texts, `pictures.py` images;
-`cutting.py` cuts and `sampling.py` chooses. A tokenizer is anything that behaves like those of `transformers`.
+`documents.py` finds and reads texts, `images.py` images; `cutting.py` cuts and `sampling.py` chooses.
 """
 
 from __future__ import annotations
@@ -19,29 +18,20 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.corpus.cutting import (
-    NO_TOKEN,
-    Cutter,
-    contexts_of_rows,
-    padded,
-    read_order,
-    runs,
-    whole_ids,
+from theodolite.corpus.cutting import NO_TOKEN, Cutter, contexts_in_rows, padded, read_order, runs, whole_ids
+from theodolite.corpus.documents import IMAGE_COLUMN, Columns, Document, dataset_of, printable, read_path
+from theodolite.corpus.images import (
+    Images,
+    PatchGrid,
+    Pictured,
+    PicturedIds,
+    PicturedTextReader,
+    TransformedImages,
+    choose_images,
+    pictures_at,
 )
-from theodolite.corpus.documents import (
-    IMAGE_COLUMN,
-    Columns,
-    Document,
-    printable,
-    read_dataset,
-    read_path,
-)
-from theodolite.corpus.images import Images, TransformedImages, choose_images
-from theodolite.corpus.patches import PatchGrid
-from theodolite.corpus.pictured import Pictured, PicturedIds, PicturedTextReader
-from theodolite.corpus.pictures import pictures_at, pictures_of_dataset
-from theodolite.corpus.sampling import LEAST_LENGTH, Choice, Sample, check_length, choose
-from theodolite.corpus.spec import DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM, dataset_of
+from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose, show_nothing
+from theodolite.corpus.spec import DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM
 from theodolite.corpus.special_tokens import Tokenizer, drawable_ids, trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
@@ -53,23 +43,20 @@ STREAMED_CONTEXTS = 256  # of endless sources (random tokens, streamed datasets)
 class Corpus:
     """C contexts of T tokens each, or of at most T, and where they come from.
 
-    Cutting. Each document that fills a context is cut into non-overlapping contexts on its own, and the
-    remainder is dropped. Shorter documents (rows of a table, lines) are packed with the other short documents
-    of the same label, in reading order, with the tokenizer's end-of-sequence token between them (or, without
-    one, its separator). Contexts never mix labels. What the tokenizer puts before and after a sequence ([CLS]
-    … [SEP], a beginning-of-sequence token) is put into every context, within its T tokens; GPT-2's puts
-    nothing. With `pack=False` nothing is packed and nothing dropped: short documents and remainders are contexts of
-    their own length.
+    Cutting. Each document that fills a context is cut into non-overlapping contexts on its own, and the remainder is
+    dropped. Shorter documents (rows of a table, lines) are packed with others of the same label, in reading order, with
+    the tokenizer's end-of-sequence token between them (or its separator). What the tokenizer puts around a sequence
+    ([CLS] … [SEP], a beginning-of-sequence token) is in every context, within its T tokens. With `pack=False` nothing
+    is packed and nothing dropped: short documents and remainders are contexts of their own length.
 
-    Sampling. When fewer contexts are asked for than there are, a seeded sample without replacement is kept,
-    in reading order; when more, all that there are. A long text is read until it gave `READ_TOKENS` tokens and
-    `sampling.READ_AHEAD` times the contexts asked for, which the sample is of. With `per_label`, it is exactly so many
-    contexts of each label: labels that have fewer are left out, and so are contexts without a label; `contexts` is the
-    maximum still, and of more labels than it has room for, a seeded sample is kept.
+    Sampling. Of more contexts than asked for, a seeded sample without replacement is kept, in reading order. A text is
+    read until it gave `READ_TOKENS` tokens and `sampling.READ_AHEAD` times the contexts asked for. With `per_label`,
+    it is exactly so many contexts of each label: labels that have fewer are left out, and so are contexts without a
+    label; `contexts` is the maximum still.
 
     Labels of files and tables. `label_by` says what labels a document: "file", "folder" (its path below the folder
-    read), "column:NAME" of a table, or "row" (each row has a label of its own, `row 1`, `row 2`, …, and one shorter
-    than a context is left out). None: the column `label` or `topic` of a table that has one, and titles of articles.
+    read), "column:NAME" of a table, or "row" (each has its own). None: the column `label` or `topic` of a table that
+    has one, and titles of articles.
 
     Reading. Of conversations in `text_column` (lists of `{"role", "content"}`) the tokenizer's chat template makes
     texts. `encoding` is that of files that are not UTF-8 and have no byte order mark. `show_tokens` is told how many
@@ -79,16 +66,13 @@ class Corpus:
         lengths: tokens of each context; None: all have T. Behind them `contexts` holds no tokens. Contexts of unlike
             lengths are not in reading order: the longest first, in each eighth of the corpus.
         labels: of each context the index of its label in `label_names`; −1: none.
-        selection: for the provenance, what was asked of labels (`label_by`, `per_label`), what they are (`labels_are`)
-            and what was left out and why (`labels_too_short`, `labels_not_drawn`, `too_short`, `files_passed_over`,
-            `rows_without_text`, `rows_without_label`); `tokens_read` of a text that was not read to its end.
+        selection: for the provenance, what was asked of labels, what they are, and what was left out and why.
         text_bytes: bytes of the text that each token stands for (`cutting.tokenized`); None where no text was read.
         images: where the contexts are images: each has the tokens that the model makes of it, whose ids are their
             positions. `inputs` gives what the model reads.
-        pictured: where each context has a picture in its text (`from_pictured`): the picture's tokens have ids in the
-            corpus that no token of a text has, `pictured.first`, the next one, …, so that tables tell them apart.
-        sources: where an encoder reads another text beside each context, which is its decoder's: their tokens, and
-            behind them none (`from_pairs`).
+        pictured: where each context has a picture in its text: its tokens have ids in the corpus that no token of a
+            text has, `pictured.first`, the next one, …, so that tables tell them apart.
+        sources: where an encoder reads another text beside each context: their tokens, and behind them none.
     """
 
     name: str
@@ -113,6 +97,16 @@ class Corpus:
         """The number of first tokens measured apart: 1 (position 0), or all before an image's patches."""
         return 1 if self.grid is None else self.grid.leading
 
+    @property
+    def text_alone(self) -> bool:
+        """Whether a model reads nothing but the token ids: no images, and no sources."""
+        return self.images is None and self.sources is None and self.pictured is None
+
+    @property
+    def tokens(self) -> Int[Tensor, " tokens"]:
+        """All token ids, one after another."""
+        return self.contexts.flatten() if self.lengths is None else self.contexts[self.contexts != NO_TOKEN]
+
     def trailing(self, tokenizer: Any) -> int:
         """Count the special tokens at the end of every context, which are measured apart, too."""
         return trailing_special_tokens(tokenizer, self.contexts, self.lengths)
@@ -120,16 +114,16 @@ class Corpus:
     def inputs(self, rows: slice | Tensor) -> Tensor | PicturedIds:
         """Give the model's input of some contexts: token ids (C, T), or pixel values (C, channels, height, width).
 
-        With sources (C, 2, longest): the context's tokens, and the source's; behind the shorter ones none. With
-        pictures in the text token ids and what is read of the pictures.
+        With sources (C, 2, longest): the context's tokens, and the source's; behind the shorter ones none.
         """
+        if self.images is not None:
+            return self.images.pixels(rows)
         if self.pictured is not None:
             return self.pictured.inputs(rows, self.ids(rows))
-        if self.sources is not None:
-            both = [*self.ids(rows), *self.sources[rows]]
-            pairs = torch.nn.utils.rnn.pad_sequence(both, batch_first=True, padding_value=NO_TOKEN)
-            return pairs.unflatten(0, (2, -1)).transpose(0, 1)
-        return self.ids(rows) if self.images is None else self.images.pixels(rows)
+        if self.sources is None:
+            return self.ids(rows)
+        pairs = padded([*self.ids(rows), *self.sources[rows]])
+        return pairs.unflatten(0, (2, -1)).transpose(0, 1)
 
     def keys(self, rows: slice, cross: bool) -> Int[Tensor, "some positions"]:
         """Give the ids of what some contexts of one length attend to: their own, or `cross`, those of the sources."""
@@ -146,6 +140,11 @@ class Corpus:
         """Yield the `keys` of each context."""
         yield from (self.keys(slice(row, row + 1), cross)[0] for row in range(len(self.contexts)))
 
+    def batches(self, batch: int) -> Iterator[slice]:
+        """Yield all contexts, at most `batch` at a time."""
+        for first in range(0, len(self.contexts), batch):
+            yield from self.of_one_length(first, min(first + batch, len(self.contexts)))
+
     def of_one_length(self, first: int, last: int) -> Iterator[slice]:
         """Cut the contexts `first … last − 1` into parts that a forward pass can read at once."""
         yield from [slice(first, last)] if self._sizes is None else runs(self._sizes, first, last)
@@ -160,35 +159,19 @@ class Corpus:
             return self.lengths
         return (self.contexts != NO_TOKEN).sum(dim=1) * (1 + int(beside.max())) + beside
 
-    def _in_order(self) -> Corpus:
-        """Put contexts of unlike lengths in the order in which they are read."""
-        return self if self._sizes is None else self.subset(read_order(self._sizes))
-
-    @property
-    def text_alone(self) -> bool:
-        """Whether a model reads nothing but the token ids: no images, and no sources."""
-        return self.images is None and self.sources is None and self.pictured is None
-
-    def batches(self, batch: int) -> Iterator[slice]:
-        """Yield all contexts, at most `batch` at a time."""
-        for first in range(0, len(self.contexts), batch):
-            yield from self.of_one_length(first, min(first + batch, len(self.contexts)))
-
-    @property
-    def tokens(self) -> Int[Tensor, " tokens"]:
-        """All token ids, one after another."""
-        return self.contexts.flatten() if self.lengths is None else self.contexts[self.contexts != NO_TOKEN]
-
     def subset(self, rows: Int[Tensor, " chosen"]) -> Corpus:
         """Make a corpus of some of the contexts."""
-        images = None if self.images is None else self.images.of(rows)
-        lengths = None if self.lengths is None else self.lengths[rows]
-        sources = None if self.sources is None else self.sources[rows]
-        contexts, labels = self.ids(rows), self.labels[rows]
-        sizes = None if self.text_bytes is None else self.text_bytes[rows][:, : contexts.shape[1]]
-        more: dict[str, Any] = {"images": images, "lengths": lengths, "text_bytes": sizes, "sources": sources}
-        more["pictured"] = None if self.pictured is None else self.pictured.of(rows)
-        return replace(self, contexts=contexts, labels=labels, **more)
+        contexts = self.ids(rows)
+        return replace(
+            self,
+            contexts=contexts,
+            labels=self.labels[rows],
+            images=None if self.images is None else self.images.of(rows),
+            lengths=None if self.lengths is None else self.lengths[rows],
+            text_bytes=None if self.text_bytes is None else self.text_bytes[rows][:, : contexts.shape[1]],
+            sources=None if self.sources is None else self.sources[rows],
+            pictured=None if self.pictured is None else self.pictured.of(rows),
+        )
 
     @cached_property
     def sha256(self) -> str:
@@ -220,43 +203,53 @@ class Corpus:
         *,
         encoding: str | None = None,
         pack: bool = True,
-        show_tokens: ShowTokens = lambda tokens: None,
+        show_tokens: ShowTokens = show_nothing,
     ) -> Corpus:
         """Read a file or folder of texts and tables (`documents.READERS`), also compressed (`.gz`, …), or of images.
 
-        With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders,
-        as long as the model makes them.
+        With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders.
 
         The path may be hf:NAME[:CONFIG[:SPLIT]], too: a data set of the Hugging Face hub, or a folder of data files,
-        streamed by `datasets`. Of WikiText, whose rows are lines, labels are its articles' titles
-        (`documents.joined_articles`). Reading stops when `sampling.READ_AHEAD` × `contexts` contexts were found (None:
-        `STREAMED_CONTEXTS` are asked for), of which the seed chooses; with `per_label`, when as many times the labels
-        that `contexts` has room for are complete, or after `sampling.LABELS_READ_AHEAD` × `contexts` contexts. Images
-        are those of its first column of images.
+        streamed by `datasets`, of which images are those of the first column that has some. Reading stops when
+        `sampling.READ_AHEAD` × `contexts` contexts were found (None: `STREAMED_CONTEXTS` are asked for), of which the
+        seed chooses; with `per_label`, when so many times the labels that `contexts` has room for are whole, or after
+        `sampling.LABELS_READ_AHEAD` × `contexts` contexts.
 
-        A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an
-        article, labelled by its title: contexts never mix articles, and an article shorter than a context is left
-        out. So is a table whose rows are the lines of WikiText. Any other `.txt` is one document, or one for each 16
-        million characters.
+        A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an article,
+        labelled by its title, and so is a table whose rows are such lines. Any other `.txt` is one document, or one for
+        each 16 million characters.
         """
         columns = Columns(text_column, label_by, encoding, tokenizer)
+        choice = Choice(contexts, seed, per_label, columns.rows, pack=pack, show=show_tokens)
+        return cls.from_columns(path, tokenizer, length, columns, choice)
+
+    @classmethod
+    def from_columns(
+        cls,
+        path: str | Path,
+        tokenizer: Tokenizer | TransformedImages,
+        length: int | None,
+        columns: Columns,
+        choice: Choice,
+    ) -> Corpus:
+        """Do what `from_path` does, its options gathered in `columns` and `choice`."""
         columns.check()
-        choice = Choice(contexts, seed, per_label, columns.rows)
         dataset = dataset_of(str(path))
-        name = printable(path) if dataset is None else dataset[0]
         if dataset is not None:
-            some = max(STREAMED_CONTEXTS, per_label or 0) if contexts is None else contexts
-            choice = replace(choice, contexts=some, streamed=True)
+            most = (
+                max(STREAMED_CONTEXTS, choice.per_label or 0) if choice.contexts is None else choice.contexts
+            )
+            choice = replace(choice, contexts=most, streamed=True)
+        name = printable(path) if dataset is None else dataset[0]
         if not isinstance(tokenizer, TransformedImages):
-            documents = read_path(path, columns) if dataset is None else read_dataset(*dataset, columns)
-            return cls.from_documents(name, documents, tokenizer, length, choice, pack, columns, show_tokens)
+            documents = read_path(path, columns)
+            return cls.from_documents(name, documents, tokenizer, length, choice, columns)
         if length is not None:
             raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
-        pictures = pictures_at(path, columns) if dataset is None else pictures_of_dataset(*dataset, columns)
-        images, sample = choose_images(name, pictures, tokenizer, choice, show_tokens)
+        images, sample = choose_images(name, pictures_at(path, columns), tokenizer, choice)
         ids = torch.arange(images.grid.length).expand(len(images.pictures), -1)
         labels = _numbered([picture.label for picture in images.pictures])
-        return cls(name, ids, *labels, seed, columns.described() | sample.balance(choice), images)
+        return cls(name, ids, *labels, choice.seed, columns.described() | sample.balance, images)
 
     @classmethod
     def from_texts(
@@ -276,9 +269,8 @@ class Corpus:
             raise UsageError("texts is one string; give a list of texts.")
         texts = list(texts)
         documents = list(map(Document, texts, _one_each(labels, len(texts), "text")))
-        return cls.from_documents(
-            "texts", documents, tokenizer, length, Choice(contexts, seed, per_label), pack
-        )
+        choice = Choice(contexts, seed, per_label, pack=pack)
+        return cls.from_documents("texts", documents, tokenizer, length, choice)
 
     @classmethod
     def from_pairs(
@@ -288,29 +280,20 @@ class Corpus:
         length: int,
         source_column: str,
         start: int,
-        contexts: int | None = None,
-        seed: int = 0,
-        text_column: str = "text",
-        label_by: str | None = None,
-        per_label: int | None = None,
         *,
-        encoding: str | None = None,
         alike: bool = False,
-        show_tokens: ShowTokens = lambda tokens: None,
+        **how: Any,
     ) -> Corpus:
         """Read a table of sources and targets (`text_column`), as an encoder-decoder is trained on them.
 
         Each row of the path, or of hf:NAME…, is a context, not packed: the decoder's, `start`
         (`model.source.target_start`) and all tokens of the target but the last, cut to `length`; beside it the tokens
         of the source, cut to `length`, too. Rows of fewer than 4 tokens are left out. `alike`: both are cut to the
-        length of the shorter one, as numbers by the position of a key and of a query need (cross).
+        length of the shorter one, as numbers by the position of a key and of a query need (cross). `how`: `contexts`,
+        `seed`, `text_column`, `label_by`, `per_label`, `encoding` and `show_tokens`, as of `from_path`.
         """
-        check_length(length)
-        columns = Columns(text_column, label_by, encoding, tokenizer, source_column)
-        read = 0
 
         def pair(row: Document) -> tuple[list[int], list[int]] | str:
-            nonlocal read
             target, source = (
                 text.encode("utf-8", "replace").decode() for text in (row.text, row.source or "")
             )
@@ -318,20 +301,10 @@ class Corpus:
             most = len(ids) if alike else length
             of_source = tokenizer(source, truncation=True, max_length=most, verbose=False)["input_ids"]
             ids = ids[: len(of_source)] if alike else ids
-            read += len(ids) + len(of_source)
-            show_tokens(read)
             return "too_short" if min(len(ids), len(of_source)) < LEAST_LENGTH else (ids, of_source)
 
-        choice = Choice(contexts, seed, per_label, columns.rows)
-        sample, selection = _chosen_rows(path, columns, choice, pair)
-        if not sample.items:
-            raise UsageError(
-                f"no row of {printable(path)} has a source and a target of {LEAST_LENGTH} tokens, or its label has "
-                "too few: give a table of longer ones, or a smaller --per-label"
-            )
-        targets, sources = zip(*sample.items, strict=True)
-        selection |= {"source_column": source_column}
-        return cls._of_rows(printable(path), targets, sample.labels, seed, selection, sources=padded(sources))
+        targets, sources, about = _chosen_rows(path, pair, length, tokenizer, source=source_column, **how)
+        return cls._of_rows(printable(path), targets, *about, sources=padded(sources))
 
     @classmethod
     def from_pictured(
@@ -340,14 +313,7 @@ class Corpus:
         reader: PicturedTextReader,
         length: int,
         image_column: str = IMAGE_COLUMN,
-        contexts: int | None = None,
-        seed: int = 0,
-        text_column: str = "text",
-        label_by: str | None = None,
-        per_label: int | None = None,
-        *,
-        encoding: str | None = None,
-        show_tokens: ShowTokens = lambda tokens: None,
+        **how: Any,
     ) -> Corpus:
         """Read a table of texts and pictures, one picture in each text, as a model of both reads them.
 
@@ -356,48 +322,27 @@ class Corpus:
         It stands where the text has the processor's image token, or before it; in a conversation where a turn has
         `{"type": "image"}`, or before the user's first. Left out are rows without a picture or a text, those whose
         picture has no room in a context (counted as `picture_cut`), and those of fewer than 4 tokens. Of many rows no
-        more are read than `sampling.READ_AHEAD` × `contexts`.
-
-        Raises:
-            UsageError: there is no such table, or it has no picture that the model reads.
+        more are read than `sampling.READ_AHEAD` × `contexts`. `how`: as of `from_pairs`.
         """
-        check_length(length)
-        columns = Columns(text_column, label_by, encoding, reader.tokenizer, image=image_column)
-        longest = tokens = 0
 
         def fitting(row: Document) -> tuple[list[int], Document] | str:
-            nonlocal longest, tokens
             if row.picture is None:  # a text file beside tables
                 return "rows_without_image"
             ids = reader.read(row)[0]
             places = [place for place, token in enumerate(ids) if token == reader.token]
             if places and places[-1] >= length:
-                longest = max(longest, places[-1] + 1)
                 return "picture_cut"
-            if len(ids) < LEAST_LENGTH:
-                return "too_short"
             for number, place in enumerate(places):
                 ids[place] = reader.vocabulary + number
-            tokens += len(ids[:length])
-            show_tokens(tokens)
-            return ids[:length], row
+            return "too_short" if len(ids) < LEAST_LENGTH else (ids[:length], row)
 
-        choice = Choice(contexts, seed, per_label, columns.rows, streamed=True)
-        sample, selection = _chosen_rows(path, columns, choice, fitting)
-        if not sample.items and longest:
-            raise UsageError(
-                f"no picture has room in a context of {length} tokens: the longest needs --length {longest} or more"
-            )
-        if not sample.items:
-            raise UsageError(
-                f"{printable(path)} has no row with a picture and a text, or its label has too few: give a table of "
-                "some, or a smaller --per-label"
-            )
-        ids, documents = zip(*sample.items, strict=True)
+        ids, documents, about = _chosen_rows(
+            path, fitting, length, reader.tokenizer, image=image_column, **how
+        )
+        show, tokens = how.get("show_tokens", show_nothing), sum(map(len, ids))
         # Read again, so that what is kept in memory is of the chosen ones alone.
-        pictured = Pictured.of_documents(documents, reader, lambda: show_tokens(tokens))
-        selection |= {"image_column": image_column}
-        return cls._of_rows(printable(path), ids, sample.labels, seed, selection, pictured=pictured)
+        pictured = Pictured.of_documents(documents, reader, lambda: show(tokens))
+        return cls._of_rows(printable(path), ids, *about, pictured=pictured)
 
     @classmethod
     def python_docs(
@@ -411,8 +356,7 @@ class Corpus:
     ) -> Corpus:
         """Read the language reference inside every CPython (`pydoc_data.topics`): English, topics as labels.
 
-        The embedded model was trained on it. With `held_out`, only the topics that it has not read, without labels, so
-        that short ones are packed: about 30 kB.
+        The embedded model was trained on it, but for the topics of `held_out`, 30 kB without labels.
         """
         name = HELD_OUT if held_out else DOCS
         return cls.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, Choice(contexts, seed))
@@ -457,23 +401,23 @@ class Corpus:
 
         Args:
             ids: whole numbers (rows, positions); a single row may be (positions).
-            labels: one a row. seed: recorded; nothing is drawn.
+            seed: recorded; nothing is drawn.
             attention_mask, position_ids: as a model of `transformers` takes them, shaped as `ids`.
-
-        Raises:
-            UsageError: they are no such ids, mask or positions, or there are more or fewer labels.
         """
-        ids = whole_ids(ids)
         # A copy: what the caller does to the tensor later is not what was read.
-        ids = ids.detach().to("cpu", torch.int64, copy=True)
+        ids = whole_ids(ids).detach().to("cpu", torch.int64, copy=True)
         labels_of_rows = _one_each(labels, len(ids), "row")
         if attention_mask is None and position_ids is None:
             return cls("token ids", ids, *_numbered(labels_of_rows), seed)
-        contexts, of_row, short = contexts_of_rows(ids, attention_mask, position_ids)
-        if not contexts:
+        found = list(contexts_in_rows(ids, attention_mask, position_ids))
+        kept = [(row, places) for row, places in found if len(places) >= LEAST_LENGTH]
+        if not kept:
             raise UsageError(f"no context has {LEAST_LENGTH} tokens or more: nothing can be measured")
-        of_contexts = [labels_of_rows[row] for row in of_row]
-        return cls._of_rows("token ids", contexts, of_contexts, seed, {"too_short": short} if short else {})
+        short = {"too_short": len(found) - len(kept)} if len(kept) < len(found) else {}
+        contexts, of_contexts = zip(
+            *((ids[row, places], labels_of_rows[row]) for row, places in kept), strict=True
+        )
+        return cls._of_rows("token ids", contexts, of_contexts, seed, short)
 
     @classmethod
     def from_documents(
@@ -483,22 +427,18 @@ class Corpus:
         tokenizer: Tokenizer,
         length: int | None,
         choice: Choice,
-        pack: bool = True,
         columns: Columns | None = None,
-        show_tokens: ShowTokens = lambda tokens: None,
     ) -> Corpus:
         """Cut documents, and choose contexts; `columns` has what the provenance says of how they were read."""
         if length is None:
             raise UsageError("text is cut into contexts of equal length: give a length in tokens")
-        cutter = Cutter(tokenizer, length, choice, pack, show_tokens)
+        cutter = Cutter(tokenizer, length, choice)
         sample = choose(cutter.cut(documents), choice)
         if not sample.items:
             raise cutter.nothing_chosen(name, sample)
         selection = PYTHON_LABELS.get(name, {}) if columns is None else columns.described()
-        selection = selection | ({"too_short": cutter.too_short} if cutter.too_short else {})
-        if cutter.stopped:
-            selection |= {"tokens_read": cutter.tokens}
-        selection |= sample.balance(choice)
+        counts = {"too_short": cutter.too_short, "tokens_read": cutter.tokens if cutter.stopped else 0}
+        selection = selection | {what: count for what, count in counts.items() if count} | sample.balance
         ids, sizes = zip(*sample.items, strict=True)
         return cls._of_rows(name, ids, sample.labels, choice.seed, selection, text_bytes=padded(sizes, 0))
 
@@ -517,42 +457,64 @@ class Corpus:
         lengths = torch.tensor([len(row) for row in rows], device="cpu")
         if (lengths < contexts.shape[1]).any():
             beside["lengths"] = lengths
-        return cls(name, contexts, *_numbered(labels), seed, selection, **beside)._in_order()
+        corpus = cls(name, contexts, *_numbered(labels), seed, selection, **beside)
+        return corpus if corpus._sizes is None else corpus.subset(read_order(corpus._sizes))
 
 
 def _chosen_rows(
-    path: str | Path, columns: Columns, choice: Choice, context_of: Callable[[Document], Any | str]
-) -> tuple[Sample[Any], dict[str, Any]]:
-    """Choose among the contexts that are made of tables' rows, or of hf:NAME…; and describe what was left out.
-
-    `context_of` gives a row's context, or in a word why it has none.
-    """
+    path: str | Path,
+    context_of: Callable[[Document], tuple[list[int], Any] | str],
+    length: int,
+    tokenizer: Any,
+    *,
+    source: str | None = None,
+    image: str | None = None,
+    contexts: int | None = None,
+    seed: int = 0,
+    text_column: str = "text",
+    label_by: str | None = None,
+    per_label: int | None = None,
+    encoding: str | None = None,
+    show_tokens: ShowTokens = show_nothing,
+) -> tuple[tuple[list[int], ...], tuple[Any, ...], tuple[list[str | None], int, dict[str, Any]]]:
+    """Choose among what `context_of` makes of tables' rows: ids, and what is beside them; or a word why not."""
+    check_length(length)
+    columns = Columns(text_column, label_by, encoding, tokenizer, source, image)
     columns.check()
+    streamed = image is not None or dataset_of(str(path)) is not None
+    choice = Choice(contexts, seed, per_label, columns.rows, streamed)
     choice.check()
-    if (dataset := dataset_of(str(path))) is None:
-        rows = read_path(path, columns)
-    else:
-        rows, choice = read_dataset(*dataset, columns), replace(choice, streamed=True)
     left_out = Counter[str]()
 
-    def contexts() -> Iterator[tuple[str | None, Any]]:
-        for row in rows:
+    def made() -> Iterator[tuple[str | None, tuple[list[int], Any]]]:
+        tokens = 0
+        for row in read_path(path, columns):
             context = context_of(row)
             if isinstance(context, str):
                 left_out[context] += 1
-            else:
-                yield row.label, context
+                continue
+            tokens += len(context[0])
+            show_tokens(tokens)
+            yield row.label, context
 
-    sample = choose(contexts(), choice)
+    sample = choose(made(), choice)
+    if not sample.items:
+        if left_out["picture_cut"]:
+            raise UsageError(f"no picture has room in a context of {length} tokens: use a larger --length")
+        what = f"a source and a target of {LEAST_LENGTH} tokens" if image is None else "a picture and a text"
+        raise UsageError(f"no row of {printable(path)} has {what}, or its label has too few (--per-label)")
     columns.notes.rows_without_image += left_out.pop("rows_without_image", 0)
-    return sample, columns.described() | left_out | sample.balance(choice)
+    selection = columns.described() | left_out | sample.balance
+    selection |= {"source_column": source} if image is None else {"image_column": image}
+    rows, beside = zip(*sample.items, strict=True)
+    return rows, beside, (sample.labels, seed, selection)
 
 
 def _numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:
     """Number the labels in the order of their first appearance, −1 for None; the numbers and the names."""
     names = list(dict.fromkeys(label for label in labels if label is not None))
-    index = {label: position for position, label in enumerate(names)}
-    return torch.tensor([-1 if label is None else index[label] for label in labels], device="cpu"), names
+    index: dict[str | None, int] = {None: -1} | {label: position for position, label in enumerate(names)}
+    return torch.tensor([index[label] for label in labels], device="cpu"), names
 
 
 def _one_each(labels: Sequence[str] | None, count: int, noun: str) -> Sequence[str | None]:

@@ -1,7 +1,4 @@
-"""Cut or pack documents into contexts, reading no further than needed; take contexts out of padded and packed rows.
-
-No padding ever reaches a model: a forward pass reads contexts of one length, each from its own first position.
-"""
+"""Cut or pack documents into contexts, reading no further than needed; take contexts out of padded and packed rows."""
 
 from __future__ import annotations
 
@@ -20,35 +17,23 @@ from theodolite.corpus.groups import Groups
 from theodolite.corpus.sampling import LEAST_LENGTH, READ_AHEAD, Choice, Sample, check_length
 from theodolite.corpus.special_tokens import Tokenizer, frame_of, refuse_growth
 from theodolite.errors import UsageError, first_line
-from theodolite.system.progress import ShowTokens
 
 CHUNK = 32_768  # characters tokenized at a time: bounds the tokenizer's memory and time on endless lines
 BREAK_WINDOW = 4_096  # characters before the end of a chunk in which white space is looked for
 READ_TOKENS = 1 << 22  # of a text that has given enough contexts; some 16 MB, read in seconds
 
-LARGEST_OF_BYTES = (0x7F, 0x7FF, 0xFFFF)
-"""The last characters that UTF-8 writes in one, two and three bytes."""
-
-Tokens = Int[np.ndarray, "2 tokens"]
-"""Ids, and how many bytes of text each stands for."""
-
-NO_TOKEN = -1
-"""Behind a context that is shorter than the longest: no model has such a token, so that reading it would fail."""
+LARGEST_OF_BYTES = (0x7F, 0x7FF, 0xFFFF)  # the last characters that UTF-8 writes in one, two and three bytes
+Tokens = Int[np.ndarray, "2 tokens"]  # ids, and how many bytes of text each stands for
+NO_TOKEN = -1  # behind a context shorter than the longest; no model has it, so that reading it fails
 
 
 class Cutter:
-    """Cuts documents into contexts of so many tokens, as `Corpus` says, and remembers what it read and left out.
+    """Cuts documents into contexts of so many tokens, as `Corpus` says, and remembers what it read and left out."""
 
-    Where the choice says how many contexts, no more than `READ_TOKENS` are read after enough of them.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, length: int, choice: Choice, pack: bool, show_tokens: ShowTokens
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, length: int, choice: Choice) -> None:
         check_length(length)
         choice.check()
         self.tokenizer, self.length, self.choice = tokenizer, length, choice
-        self.pack, self.show_tokens = pack, show_tokens
         self.frame = frame_of(tokenizer, length)
         self.around = len(self.frame.before) + len(self.frame.after)
         self.body = length - self.around
@@ -68,16 +53,16 @@ class Cutter:
                     self.stopped = True
                     return
                 self.tokens += tokens.shape[1]
-                self.show_tokens(self.tokens)
+                self.choice.show(self.tokens)
                 pending = np.concatenate([pending, tokens], axis=1)
                 whole = pending.shape[1] // self.body * self.body
                 for begin in range(0, whole, self.body):
                     yield label, self._context(pending[:, begin : begin + self.body])
                 pending, full = pending[:, whole:], full or whole > 0
             count = pending.shape[1]
-            if not self.pack and count >= self.least:
+            if not self.choice.pack and count >= self.least:
                 yield label, self._context(pending)
-            elif not self.pack and count:
+            elif not self.choice.pack and count:
                 self.too_short += 1
                 self.longest = max(self.longest, count)
             elif count and not full:
@@ -98,16 +83,14 @@ class Cutter:
 
     def nothing_chosen(self, name: str, sample: Sample[Tokens]) -> UsageError:
         """Say why no context was chosen, and what to do."""
-        if self.cuts and sample.too_short:
+        if self.cuts and sample.longest[0]:
             count, label = sample.longest
             return UsageError(
                 f"no label of {name} has {self.choice.per_label} contexts of {self.length} tokens: "
                 f"'{printable(label)}' has the most, {count}; use a smaller --per-label or --length"
             )
         if self.cuts:
-            return UsageError(
-                f"{name} has no labels: leave out --per-label, or give a --label-by (file, folder, row, column:NAME)"
-            )
+            return UsageError(f"{name} has no labels: leave out --per-label, or give a --label-by")
         if not self.longest:
             return UsageError(f"{name} holds no text; give a text of at least {self.length} tokens.")
         return UsageError(
@@ -127,8 +110,7 @@ NO_TOKENS = no_text([])
 def tokenized(tokenizer: Tokenizer, text: str) -> Tokens:
     """Return a text's tokens, and the bytes of UTF-8 that each stands for: together those of the text.
 
-    A token stands for what is between the end of the one before it and its own, be it dropped by the tokenizer or
-    written otherwise, the last one for all to the end. Of tokens that share a character the first has it. Where a
+    A token stands for what is between the end of the one before and its own, the last one for all to the end. Where a
     tokenizer does not say where tokens stand (those that are written in Python), all have equal parts.
     """
     text = text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
@@ -192,14 +174,12 @@ def whole_ids(ids: Any) -> Int[Tensor, "rows positions"]:
     try:
         ids = ids if isinstance(ids, Tensor) else torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"token ids are {type(ids).__name__}: give whole numbers (rows, positions)"
-        ) from error
-    ids = ids.unsqueeze(0) if ids.ndim == 1 else ids
+        raise UsageError(f"token ids are {type(ids).__name__}: give whole numbers") from error
+    rows = torch.atleast_2d(ids)
     whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool or ids.is_meta)
-    if ids.ndim != 2 or not ids.numel() or not whole:
+    if rows.ndim != 2 or not rows.numel() or not whole:
         raise UsageError(f"token ids of shape {tuple(ids.shape)}: give whole numbers (rows, positions)")
-    return ids
+    return rows
 
 
 def positions_in_rows(
@@ -207,20 +187,17 @@ def positions_in_rows(
 ) -> Int[Tensor, "rows positions"]:
     """Return the position of each token in its own context, −1 where a row is padded; on the CPU.
 
-    The mask is 0 where a row is padded, on its left or right; positions are 0, 1, 2, … from the beginning of every
-    context of a row on (None: a row is one). `UsageError` where either has another shape or holes, or counts otherwise.
+    `UsageError` where mask or positions have another shape or holes, or count otherwise than 0, 1, 2, … in a context.
     """
-    mask, counts = (
-        tensor if tensor is None else _shaped(name, tensor, ids)
-        for name, tensor in (("attention_mask", attention_mask), ("position_ids", position_ids))
-    )
-    if mask is not None and not bool(((mask == 0) | (mask == 1)).all()):
-        raise UsageError("attention_mask has other numbers than 0 (padding) and 1: give such a mask")
-    if mask is None and counts is None:
+    if attention_mask is None and position_ids is None:
         return torch.arange(ids.shape[-1], device="cpu").expand(ids.shape)
-    unpadded = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.bool()
+    mask = torch.ones(ids.shape, dtype=torch.bool) if attention_mask is None else attention_mask
+    mask = _shaped("attention_mask", mask, ids)
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise UsageError("attention_mask has other numbers than 0 (padding) and 1: give such a mask")
+    counts = None if position_ids is None else _shaped("position_ids", position_ids, ids)
     positions = torch.full(ids.shape, -1)
-    for row, in_context in enumerate(unpadded):
+    for row, in_context in enumerate(mask):
         places = in_context.nonzero().flatten()
         counted = places - places[:1] if counts is None else counts[row, places].long()
         before = functional.pad(counted[:-1], (1, 0), value=-1)
@@ -248,37 +225,16 @@ def contexts_in_rows(
                 yield row, context.to(ids.device)
 
 
-def contexts_of_rows(
-    ids: Int[Tensor, "rows positions"],
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    least: int = LEAST_LENGTH,
-) -> tuple[list[Int[Tensor, " tokens"]], list[int], int]:
-    """Take the contexts of `least` tokens or more out of padded or packed rows.
-
-    Contexts, the row of each, and how many were too short; errors are those of `positions_in_rows`.
-    """
-    contexts, rows = [], []
-    short = 0
-    for row, places in contexts_in_rows(ids, attention_mask, position_ids):
-        if len(places) < least:
-            short += 1
-            continue
-        contexts.append(ids[row, places])
-        rows.append(row)
-    return contexts, rows, short
-
-
 def contexts_of_one_length(
     ids: Int[Tensor, "*rows positions"], attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Int[Tensor, "contexts length"]:
     """Take the contexts out of padded or packed rows, which must be as long as each other."""
-    ids = ids if ids.ndim > 1 else ids.unsqueeze(0)
-    contexts, _, _ = contexts_of_rows(ids, attention_mask, position_ids, 1)
+    ids = torch.atleast_2d(ids)
+    contexts = [ids[row, places] for row, places in contexts_in_rows(ids, attention_mask, position_ids)]
     lengths = [len(context) for context in contexts] or [0]
     if min(lengths) < max(max(lengths), 1):
         raise UsageError(
-            f"the rows hold contexts of {min(lengths)} to {max(lengths)} tokens: give those of one length"
+            f"the contexts have {min(lengths)} to {max(lengths)} tokens: give those of one length"
         )
     return torch.stack(contexts)
 
@@ -287,7 +243,5 @@ def _shaped(name: str, values: Any, ids: Tensor) -> Tensor:
     """Return a mask or positions as rows on the CPU; `UsageError` unless they have the shape of the token ids."""
     rows = torch.atleast_2d(torch.as_tensor(values))
     if rows.shape != ids.shape:
-        raise UsageError(
-            f"{name} has shape {tuple(rows.shape)} and the token ids {tuple(ids.shape)}: give one of that shape"
-        )
+        raise UsageError(f"{name} has shape {tuple(rows.shape)}, not {tuple(ids.shape)} as the token ids")
     return rows.cpu()

@@ -1,7 +1,6 @@
 """Read documents: from files and folders, from data sets of the hub, and from conversations.
 
-To add a kind of file, write a reader that yields a `Document` of each text, and name it in `TEXTS`, or in `TABLES`
-where rows have columns. Files are read in sorted order, so that the same place gives the same documents everywhere.
+A new kind of file is a reader that yields a `Document` of each text, in `TEXTS` or `TABLES`.
 """
 
 from __future__ import annotations
@@ -26,18 +25,14 @@ from typing import IO, Any
 from theodolite.errors import UsageError, first_line
 
 LABEL_COLUMNS = ("label", "topic")  # of tables, the first one present counts, where none is named
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 IMAGE_COLUMN = "image"  # of tables of texts and images, where none is named
 BY_FILE, BY_FOLDER, BY_ROW, BY_COLUMN = "file", "folder", "row", "column:"
 LABELS_BY = (BY_FILE, BY_FOLDER, BY_ROW, f"{BY_COLUMN}NAME")
 
-NAMED = 100
-"""Files of a folder that the provenance names at most, of those that were passed over for one reason."""
-
-ROLES = {"human": "user", "gpt": "assistant"}
-"""Of ShareGPT's rows, `{"from": "human", "value": …}`: what templates call them."""
-
-ARTICLE_TITLE = re.compile(r" = (?!= )(\S.*) = ?\n?")
-"""A line of WikiText that opens an article, ` = Title = `; ` = = Section = = ` opens a section of one."""
+NAMED = 100  # files of a folder that the provenance names at most, of those passed over for one reason
+ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT's rows: what templates call them
+ARTICLE_TITLE = re.compile(r" = (?!= )(\S.*) = ?\n?")  # of WikiText; ` = = Section = = ` opens a section
 
 
 class EmptyFileError(UsageError):
@@ -49,11 +44,7 @@ class EmptyFileError(UsageError):
 
 @dataclass
 class Notes:
-    """What was left out while documents were read, and what their labels are.
-
-    `labels` are what the labels are, as "column topic" (a dict for its order), `passed_over` the files of a folder that
-    are not read, by the reason; `unread_images`: rows have images, and nobody asked for them.
-    """
+    """What was left out while documents were read (`passed_over`: files, by the reason), and what their labels are."""
 
     labels: dict[str, None] = field(default_factory=dict)
     rows_without_text: int = 0
@@ -65,14 +56,12 @@ class Notes:
 
 @dataclass(frozen=True)
 class Columns:
-    """How files and tables are read.
+    """How files and tables are read; `notes` is what was met.
 
     Attributes:
-        text, source, image: a table's columns of the text, of what an encoder reads beside it, and of pictures, one in
-            each text; None: there is none.
+        text, source, image: a table's columns of the text, of what an encoder reads beside it, and of pictures.
         label_by, encoding: as of `Corpus`.
         tokenizer: whose chat template makes a text of a conversation; None: its turns are joined by line breaks.
-        notes: what was met while reading.
     """
 
     text: str = "text"
@@ -99,9 +88,9 @@ class Columns:
         """The command line's option that only a table has; "" for none."""
         if self.rows or self.column:
             return f"--label-by {self.label_by}"
-        if self.source is not None or self.image is not None:
-            return "--source-column" if self.image is None else "--image-column"
-        return "--text-column" if self.text != Columns.text else ""
+        named = {"--image-column": self.image, "--source-column": self.source}
+        named["--text-column"] = None if self.text == Columns.text else self.text
+        return next((option for option, column in named.items() if column is not None), "")
 
     @property
     def by_place(self) -> bool:
@@ -125,28 +114,24 @@ class Columns:
     @property
     def of_labels(self) -> list[str]:
         """The columns in which a label is looked for."""
-        if self.label_by is not None:
-            return [self.column] if self.column else []
-        return [name for name in LABEL_COLUMNS if name != self.text]
+        if self.label_by is None:
+            return [name for name in LABEL_COLUMNS if name != self.text]
+        return [self.column] if self.column else []
 
     def check(self) -> None:
         """Raise `UsageError` for an unknown kind of labels or an unknown encoding."""
-        if self.label_by is not None and not self.column and self.label_by not in LABELS_BY[:3]:
+        if not self.column and self.label_by not in (None, *LABELS_BY[:3]):
             raise UsageError(f"labels by {self.label_by!r}: give --label-by {', '.join(LABELS_BY)}")
         if self.column == self.text:
-            raise UsageError(
-                f"column '{self.text}' holds the texts: give another with --label-by column:NAME"
-            )
+            raise UsageError(f"column '{self.text}' holds the texts: give another --label-by column:NAME")
         try:
             io.TextIOWrapper(io.BytesIO(), encoding=self.encoding)
         except (LookupError, ValueError):
-            raise UsageError(
-                f"there is no encoding {self.encoding!r}: give --encoding latin-1, say"
-            ) from None
+            raise UsageError(f"no encoding {self.encoding!r}: give --encoding latin-1, say") from None
 
     def described(self) -> dict[str, Any]:
         """Describe for the provenance what was asked for, and what has been read and left out so far."""
-        notes = self.notes
+        notes, passed_over = self.notes, self.notes.passed_over.items()
         entries = {
             "label_by": self.label_by,
             "encoding": self.encoding,
@@ -155,9 +140,7 @@ class Columns:
             "rows_without_label": notes.rows_without_label if notes.labels else 0,
             "rows_without_image": notes.rows_without_image,
             "unread_images": notes.unread_images,
-            "files_passed_over": {
-                why: {"count": len(files), "names": files[:NAMED]} for why, files in notes.passed_over.items()
-            },
+            "files_passed_over": {why: {"count": len(f), "names": f[:NAMED]} for why, f in passed_over},
         }
         return {name: value for name, value in entries.items() if value}
 
@@ -180,15 +163,9 @@ class Columns:
         return None
 
 
-TEXT_COLUMN = Columns()
-
-
 @dataclass(frozen=True)
 class Document:
-    """One text and the label it belongs to (a topic, a file, a column's value; None: no label).
-
-    `source`: what an encoder reads beside it; `picture`: its place, or its bytes, and `name` where it stands.
-    """
+    """One text, its label, an encoder's text beside it, its picture's place or bytes, and where it stands."""
 
     text: str
     label: str | None = None
@@ -203,14 +180,16 @@ def printable(path: str | Path) -> str:
 
 
 def read_path(path: str | Path, columns: Columns | None = None) -> Iterator[Document]:
-    """Read the documents of a file, or of every readable file of a folder and its subfolders in sorted order.
+    """Read the documents of a file, of every readable file of a folder in sorted order, or of a data set hf:NAME….
 
-    Labels are as `columns` says. In a folder, hidden files are not looked at; empty files and other suffixes are passed
-    over and noted. `UsageError` where a path, a column or the text itself is missing or unreadable.
+    In a folder, hidden files are not looked at; empty files and other suffixes are passed over and noted.
     """
     columns = Columns() if columns is None else columns
-    path = Path(path)
-    yield from with_text(_documents_in(files_at(path, columns), path, columns), columns)
+    if (dataset := dataset_of(str(path))) is not None:
+        documents = joined_articles(streamed_rows(*dataset, columns), columns)
+    else:
+        documents = _documents_in(files_at(path, columns), Path(path), columns)
+    yield from with_text(documents, columns)
 
 
 def _documents_in(files: Iterable[Path], path: Path, columns: Columns) -> Iterator[Document]:
@@ -219,10 +198,11 @@ def _documents_in(files: Iterable[Path], path: Path, columns: Columns) -> Iterat
         row_of = f"{printable(file.relative_to(path).as_posix())} " if path.is_dir() and columns.rows else ""
         with reading(file, path, columns):
             for document in joined_articles(READERS[kind_of(file)](file, columns), columns):
-                row_label = None if document.label is None else row_of + document.label
+                if not columns.by_place:
+                    label = None if document.label is None else row_of + document.label
                 picture = document.picture
                 picture = file.parent / picture if isinstance(picture, Path) else picture
-                yield replace(document, label=label if columns.by_place else row_label, picture=picture)
+                yield replace(document, label=label, picture=picture)
 
 
 @contextmanager
@@ -235,15 +215,13 @@ def reading(file: Path, path: Path, columns: Columns) -> Iterator[None]:
             raise
         columns.pass_over(file, path, "empty")
     except OSError as error:
-        raise UsageError(
-            f"{file} cannot be read ({error.strerror or error}); check its permissions."
-        ) from error
+        raise UsageError(f"{file} cannot be read ({error.strerror or error})") from error
 
 
 def with_text(documents: Iterable[Document], columns: Columns) -> Iterator[Document]:
     """Leave out what has no text, and note how many have none, and how many no label."""
     for document in documents:
-        if not document.text or document.text.isspace():
+        if not document.text.strip():
             columns.notes.rows_without_text += 1
             continue
         columns.notes.rows_without_label += document.label is None
@@ -268,7 +246,7 @@ def files_at(path: str | Path, columns: Columns) -> list[Path]:
     elif path.is_file():
         files = [path]
         if kind_of(path) not in READERS:
-            raise UsageError(f"{path} is not one of {kinds}; convert it, or rename it if it is plain text.")
+            raise UsageError(f"{path} is not one of {kinds}; convert it, or rename it.")
     else:
         raise UsageError(f"There is no file or folder {path}; check the path.")
     if columns.option and not any(kind_of(file) in TABLES for file in files):
@@ -278,12 +256,24 @@ def files_at(path: str | Path, columns: Columns) -> list[Path]:
 
 def files_of_folder(folder: Path, wanted: Callable[[Path], bool], columns: Columns, why: str) -> list[Path]:
     """List the wanted files of a folder and its subfolders, sorted by path; note why others but hidden ones are not."""
-    files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
-    visible = [file for name, file in sorted(files.items()) if not re.search(r"(^|/)\.", name)]
+    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    visible = [folder / name for name in names if not re.search(r"(^|/)\.", name)]
     for file in visible:
         if not wanted(file):
             columns.pass_over(file, folder, why)
     return [file for file in visible if wanted(file)]
+
+
+def is_image(path: Path) -> bool:
+    """Tell whether a file's suffix is that of an image."""
+    return path.suffix.lower() in IMAGES
+
+
+def holds_images(path: Path) -> bool:
+    """Tell whether a path is an image, or a folder with one in it; nothing is opened."""
+    if path.is_dir():
+        return any(is_image(file) for file in path.rglob("*"))
+    return is_image(path) and path.is_file()
 
 
 def kind_of(file: Path) -> str:
@@ -310,12 +300,8 @@ COMPRESSED: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".bz2": b
 COMPRESSED[".zst"] = _open_zstandard
 
 PIECE = 1 << 20  # characters decoded at a time
-PART = 1 << 24
-"""Characters that a document of a text file has at most: a longer file is several, so that memory is bounded."""
-
-LONGEST_LINE = 1 << 26
-"""Characters of a line of `.jsonl`, some 15 million tokens."""
-
+PART = 1 << 24  # characters that a document of a text file has at most, so that memory is bounded
+LONGEST_LINE = 1 << 26  # characters of a line of `.jsonl`, some 15 million tokens
 MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # one begins as one of UTF-16 does
 MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.BOM_UTF8: "utf-8-sig"}
 
@@ -323,21 +309,14 @@ MARKS |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16", codecs.B
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, decompressed where its name says that it is compressed."""
-    if path.suffix.lower() not in COMPRESSED:
-        with path.open("rb") as file:
-            yield file
-        return
+    decompressed = COMPRESSED.get(path.suffix.lower())
     try:
-        with COMPRESSED[path.suffix.lower()](path, "rb") as file:
+        with path.open("rb") if decompressed is None else decompressed(path, "rb") as file:
             yield file
-    except UsageError:
-        raise
     except Exception as error:  # each kind of compression has its own
-        if isinstance(error, OSError) and error.errno:
+        if decompressed is None or isinstance(error, UsageError) or getattr(error, "errno", None):
             raise
-        raise UsageError(
-            f"{path} cannot be decompressed ({first_line(error)}); compress it anew, or give it as it is"
-        ) from error
+        raise UsageError(f"{path} cannot be decompressed ({first_line(error)}): compress it anew") from error
 
 
 def pieces_of(path: Path, columns: Columns) -> Iterator[str]:
@@ -356,28 +335,22 @@ def pieces_of(path: Path, columns: Columns) -> Iterator[str]:
                 if isinstance(error, UnicodeDecodeError):  # `object` ends where the file was read to
                     where = f"at byte {raw.tell() - len(error.object) + error.start}"
                 raise UsageError(
-                    f"{path} is not {encoding.upper()} ({where}); say what it is by --encoding (latin-1, say), or "
-                    "convert it"
+                    f"{path} is not {encoding.upper()} ({where}); say what it is by --encoding"
                 ) from None
             if not text:
                 return
             if (nul := text.find("\0")) >= 0:
                 line += text.count("\n", 0, nul)
-                raise UsageError(
-                    f"{path} is binary (NUL in line {line}); give text, or its --encoding (utf-16-le, say)"
-                )
+                raise UsageError(f"{path} is binary (NUL in line {line}); give text, or its --encoding")
             yield text
             line += text.count("\n")
 
 
 def text_parts(path: Path, columns: Columns) -> tuple[Iterator[str], bool]:
-    """Read a text file, in parts of `PART` characters, and tell whether the first has two titles in WikiText's format.
-
-    Parts end behind a line, or a word, where there is one. `EmptyFileError` where the first holds no text.
-    """
+    """Read a text file, in parts of `PART` characters, and tell whether the first has two titles of WikiText's form."""
     parts = _parts(path, columns)
     first = next(parts, "")
-    if not first or first.isspace():
+    if not first.strip():
         raise EmptyFileError(path)
     lines = io.StringIO(first if "\n = " in first else "")  # there is no second title otherwise
     titled = (article for article in _articles(lines, Columns()) if article.label is not None)
@@ -408,11 +381,18 @@ def _read_text(path: Path, columns: Columns) -> Iterator[Document]:
 def _read_jsonl(path: Path, columns: Columns) -> Iterator[Document]:
     rows = 0
     for number, line in enumerate(_lines(path, columns), start=1):
-        if not line or line.isspace():
+        if not line.strip():
             continue
         rows += 1
         source = f"{path} line {number}"
-        if document := document_of_row(_json_object(line, source), columns, source, rows):
+        try:
+            row = json.loads(line)
+        except ValueError as error:  # of numbers with thousands of digits, too
+            why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+            raise UsageError(f"{source} is not JSON ({why}); give one object a line.") from None
+        if not isinstance(row, dict):
+            raise UsageError(f"{source} is not a JSON object; give one object a line.")
+        if document := document_of_row(row, columns, source, rows):
             yield document
     if not rows:
         raise EmptyFileError(path)
@@ -424,21 +404,8 @@ def _lines(path: Path, columns: Columns) -> Iterator[str]:
         *lines, rest = (rest + piece).split("\n")
         yield from lines
         if len(rest) > LONGEST_LINE:
-            raise UsageError(
-                f"{path} has a line of more than {LONGEST_LINE:,} characters; give one object a line, or plain text"
-            )
+            raise UsageError(f"{path} has a line of more than {LONGEST_LINE:,} characters; give plain text")
     yield rest
-
-
-def _json_object(text: str, source: str) -> dict[str, object]:
-    try:
-        row = json.loads(text)
-    except ValueError as error:  # of numbers with thousands of digits, too
-        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise UsageError(f"{source} is not JSON ({why}); give one object a line.") from None
-    if not isinstance(row, dict):
-        raise UsageError(f"{source} is not a JSON object; give one object a line.")
-    return row
 
 
 def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
@@ -469,11 +436,8 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[Document]:
 
 Reader = Callable[[Path, Columns], Iterator[Document]]
 
-TEXTS: dict[str, Reader] = {".txt": _read_text, ".md": _read_text}
-"""Kinds of files that are text, and what reads them: one document each, or several with labels."""
-
+TEXTS: dict[str, Reader] = {".txt": _read_text, ".md": _read_text}  # one document each, or articles
 TABLES: dict[str, Reader] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-"""Kinds of files with rows and columns, and what reads them: `document_of_row` makes a document of each row."""
 
 READERS = TEXTS | TABLES
 
@@ -482,18 +446,14 @@ READERS = TEXTS | TABLES
 
 
 def document_of_row(row: Mapping[str, object], columns: Columns, source: str, number: int) -> Document | None:
-    """Make a document of a table's row, with its text (or conversation) and its label; None when the text is null.
-
-    `source` names the row in errors, `number` counts it from 1 (0: it has columns only). `UsageError` where it has no
-    such column, or no text there.
-    """
-    named = (
-        (columns.text, "--text-column"),
-        (columns.column, "--label-by column:NAME"),
-        (columns.source, "--source-column"),
-        (columns.image, "--image-column"),
-    )
-    for wanted, option in named:
+    """Make a document of a table's row, which `source` names, the `number`-th (0: it has columns only); or None."""
+    named = {
+        "--text-column": columns.text,
+        "--label-by column:NAME": columns.column,
+        "--source-column": columns.source,
+        "--image-column": columns.image,
+    }
+    for option, wanted in named.items():
         if wanted is not None and wanted not in row:
             raise UsageError(
                 f"{source} has no column '{wanted}' (it has: {', '.join(row)}); choose with {option}."
@@ -509,13 +469,9 @@ def document_of_row(row: Mapping[str, object], columns: Columns, source: str, nu
         return None
     if isinstance(text, list):
         text = as_text(text, columns, f"{source}: column '{columns.text}'")
-    if not isinstance(text, str):
-        kind = type(text).__name__
-        raise UsageError(
-            f"{source}: column '{columns.text}' holds {kind}, not text; choose with --text-column."
-        )
-    if not (source_text is None or isinstance(source_text, str)):
-        raise UsageError(f"{source}: column '{columns.source}' holds no text; choose with --source-column.")
+    for option, each in (("--text-column", text), ("--source-column", source_text or "")):
+        if not isinstance(each, str):
+            raise UsageError(f"{source}: column '{named[option]}' holds no text; choose with {option}.")
     document = Document(text, None, source_text, picture, f"row {number} of {source}")
     if columns.rows:
         return replace(document, label=columns.labelled("rows", f"row {number}"))
@@ -533,41 +489,41 @@ def _picture(value: object, source: str) -> Path | bytes | None:
     if value is None or isinstance(value, bytes):
         return value
     if not isinstance(value, str):
-        raise UsageError(
-            f"{source} has {type(value).__name__} where its image should be: give the path of one, or its bytes"
-        )
+        raise UsageError(f"{source} has no image where one should be: give its path, or its bytes")
     return Path(value)
 
 
 def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
-    """Format a conversation by the tokenizer's chat template, without what it puts around every sequence anyway.
-
-    Turns are `{"role": …, "content": …}`, or ShareGPT's `{"from": …, "value": …}`; `source` says where they stand, for
-    the `UsageError` of what is no conversation or has no template. Without a tokenizer, turns are joined by lines.
-    """
-    messages = [_message(turn) for turn in turns]
-    if not messages or None in messages:
-        raise UsageError(
-            f'{source} is neither text nor a conversation: give a text, or a list of {{"role": …, "content": …}}'
-        )
+    """Format a conversation by the tokenizer's chat template, without what it puts around every sequence anyway."""
+    messages = [message for turn in turns if (message := _message(turn))]
+    if not messages or len(messages) < len(turns):
+        raise UsageError(f'{source} is neither text nor a list of {{"role": …, "content": …}}')
     tokenizer = columns.tokenizer
     if tokenizer is None:
-        return "\n".join(str(message.get("content")) for message in messages if message)
+        return "\n".join(str(message.get("content")) for message in messages)
     if not getattr(tokenizer, "chat_template", None):
-        raise UsageError(
-            f"{source} is a conversation, and the tokenizer has no chat template: give that of a model that chats, "
-            "or a column of text"
-        )
+        raise UsageError(f"{source} is a conversation, and the tokenizer has no chat template: give text")
     try:
-        turns = messages if columns.image is None else _with_picture(messages)
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        messages = messages if columns.image is None else _with_picture(messages)
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception as error:  # whatever a template raises
         raise UsageError(f"{source}: the chat template refuses it ({first_line(error)})") from error
     before, after = columns.around
     return text.removeprefix(before).removesuffix(after)
 
 
-def _with_picture(messages: Sequence[Any]) -> list[dict[str, Any]]:
+def _message(turn: Any) -> dict[str, Any]:
+    """Return a turn as templates read it; empty where it is none."""
+    if isinstance(turn, dict) and "role" in turn and "content" in turn:
+        return {
+            name: value for name, value in turn.items() if value is not None
+        }  # tables fill gaps with None
+    if isinstance(turn, dict) and "from" in turn and "value" in turn:
+        return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
+    return {}
+
+
+def _with_picture(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Say in a conversation where the picture stands: before the first turn of the user, where no turn says so."""
     turns = []
     for message in messages:
@@ -582,22 +538,20 @@ def _with_picture(messages: Sequence[Any]) -> list[dict[str, Any]]:
     return turns
 
 
-def _message(turn: Any) -> dict[str, Any] | None:
-    if not isinstance(turn, dict):
-        return None
-    if "role" in turn and "content" in turn:  # tables fill what is left out with None
-        return {name: value for name, value in turn.items() if value is not None}
-    if "from" in turn and "value" in turn:
-        return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
-    return None
-
-
 # Data sets of the Hugging Face hub, or of a folder of data files, streamed by `datasets`.
 
 
-def read_dataset(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Document]:
-    """Read the documents of a data set: its rows, or the articles that they are lines of."""
-    return with_text(joined_articles(streamed_rows(name, config, split, columns), columns), columns)
+DATASET = "hf:"
+
+
+def dataset_of(name: str) -> tuple[str, str | None, str] | None:
+    """Read name, config and split of `hf:NAME[:CONFIG[:SPLIT]]`; None for another name, or `UsageError`."""
+    if not name.startswith(DATASET):
+        return None
+    dataset, config, split, *more = [*name.removeprefix(DATASET).split(":"), "", ""]
+    if not dataset or any(more):
+        raise UsageError(f"'{name}' does not name a dataset; write hf:NAME:CONFIG:SPLIT.")
+    return dataset, config or None, split or "train"
 
 
 def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Document]:
@@ -634,8 +588,7 @@ def streamed_dataset(name: str, config: str | None, split: str) -> Iterator[Any]
     except Exception as error:  # `datasets` lets through whatever its network and file libraries raise
         why = first_line(error) or type(error).__name__
         raise UsageError(
-            f"The dataset {name} cannot be read ({why}); check its name, config and split, or, without a "
-            "network, give a folder that holds its files."
+            f"The dataset {name} cannot be read ({why}); without a network, give a folder"
         ) from error
 
 
@@ -646,8 +599,7 @@ def joined_articles(rows: Iterable[Document], columns: Columns) -> Iterator[Docu
     """Join rows to articles when they are the lines of WikiText, as the hub's data set has them; else leave them.
 
     They are when the first one with any text is a title and has no label. A title stands between empty lines, opens an
-    article, and is its label; the n-th article of the same title is labelled `Title (n)`. What stands before the first
-    title has no label. One article at a time is in memory.
+    article, and is its label (the n-th of the same title: `Title (n)`).
     """
     rows = iter(rows)
     opening: list[Document] = []
@@ -671,10 +623,9 @@ def _articles(lines: Iterable[str], columns: Columns) -> Iterator[Document]:
         if opens:
             if any(map(str.strip, body)):
                 yield Document("".join(body), title)
-            body = []
-            title = opens[1]
+            body, title = [], opens[1]
             occurrences[title] += 1
-            title = title if occurrences[title] == 1 else f"{title} ({occurrences[title]})"
+            title += f" ({occurrences[title]})" if occurrences[title] > 1 else ""
             if not columns.by_place:
                 columns.labelled("titles of articles", title)
         body.append(line if line.endswith("\n") else line + "\n")

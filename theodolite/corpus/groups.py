@@ -15,12 +15,7 @@ GROUPS = 8
 
 @dataclass(frozen=True)
 class Groups:
-    """The corpus's contexts in `GROUPS` ranges of equal size (but for one context), by index in the corpus.
-
-    Ranges, since neighbours are often of one document and resemble each other: a standard error from groups that share
-    documents would be too small. By the index in the whole corpus parts of it, read elsewhere, sum into the same
-    groups.
-    """
+    """The corpus's contexts in `GROUPS` ranges of nearly equal size: neighbours are often of one document."""
 
     contexts: int
 
@@ -40,21 +35,14 @@ class Groups:
 
 
 def halves(contexts: int) -> tuple[Int[Tensor, " half"], Int[Tensor, " other"]]:
-    """Split contexts into those to choose by and those to judge by: what is chosen must not be judged by the same.
-
-    A head that is chosen as the best of many on some contexts looks better on those than it is. The halves are ranges
-    in turn, as `Groups` has them, so that neighbours, which are often of one document, are in one half.
-    """
+    """Split contexts into those to choose by and those to judge by, ranges in turn: the best of many looks too good."""
     parts = min(contexts, GROUPS)
     odd = torch.arange(contexts) * parts // max(contexts, 1) % 2 == 1
     return torch.nonzero(~odd).flatten(), torch.nonzero(odd).flatten()
 
 
 def one_of_each_stretch(count: int, most: int, seed: int = 0) -> Int[Tensor, " chosen"]:
-    """Choose at most so many of `count` places, ascending: one, drawn at random, of each of as many stretches.
-
-    Places at equal distances would take for smooth what alternates from place to place.
-    """
+    """Choose at most so many of `count` places, ascending: one, at random, of each of as many stretches."""
     if count <= most:
         return torch.arange(count)
     edges = torch.linspace(0, count, most + 1).long()

@@ -1,31 +1,81 @@
-"""Read images of a corpus: how pixels are made of pictures, and those of the pictures that were chosen."""
+"""Find and read images of a corpus, and pictures in texts: how pixels are made of them, and those that were chosen."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from theodolite.corpus.documents import Document, printable
-from theodolite.corpus.patches import PatchGrid
-from theodolite.corpus.pictures import Picture
+from theodolite.corpus.documents import (
+    BY_FOLDER,
+    IMAGES,
+    Columns,
+    Document,
+    dataset_of,
+    files_of_folder,
+    holds_images,
+    is_image,
+    printable,
+    rows_of_dataset,
+    streamed_dataset,
+)
 from theodolite.corpus.sampling import Choice, Sample, choose
-from theodolite.errors import UsageError, WorkError
-from theodolite.system.progress import ShowTokens
+from theodolite.errors import UsageError, WorkError, first_line
+from theodolite.system.wording import with_extra
 
-KEPT_BYTES = 1 << 28
-"""Tensors that are kept: 256 MiB, 445 images of 3 × 224 × 224 numbers."""
-
+KEPT_BYTES = 1 << 28  # tensors that are kept: 256 MiB, 445 images of 3 × 224 × 224 numbers
 Tensors = Mapping[str, Tensor]
-Source = TypeVar("Source", Picture, Document)
+
+
+@dataclass(frozen=True)
+class PatchGrid:
+    """Rows and columns of patches, and the names of the tokens before them ([CLS], registers; none in SigLIP)."""
+
+    rows: int
+    columns: int
+    before: tuple[str, ...] = ()
+
+    @property
+    def leading(self) -> int:
+        """The number of tokens before the patches."""
+        return len(self.before)
+
+    @property
+    def length(self) -> int:
+        """All tokens T of an image."""
+        return self.leading + self.rows * self.columns
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.rows, self.columns
+
+    def token_text(self, position: int) -> str:
+        """Name the token at a position: as the tokens before the patches are called, or `patch ROW,COLUMN` from 0."""
+        if position < self.leading:
+            return self.before[position]
+        row, column = divmod(position - self.leading, self.columns)
+        return f"patch {row},{column}"
+
+    def described(self) -> dict[str, Any]:
+        """Describe it for the provenance."""
+        return {"rows": self.rows, "columns": self.columns, "before": list(self.before)}
+
+
+def grid_described(corpus: dict[str, Any]) -> PatchGrid | None:
+    """Read the grid of a corpus from its provenance; None where it is text."""
+    grid = corpus.get("grid")
+    return None if grid is None else PatchGrid(grid["rows"], grid["columns"], tuple(grid["before"]))
 
 
 @dataclass(frozen=True)
@@ -53,8 +103,7 @@ class TransformedImages:
         pixels = self.transform(image)
         if not isinstance(pixels, Tensor) or pixels.ndim != 3:
             raise UsageError(
-                f"the transform gives {tuple(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__} "
-                "for a picture: pixel values are (channels, height, width)"
+                f"the transform gives {type(pixels).__name__}, not pixel values (channels, height, width)"
             )
         return pixels.float()
 
@@ -67,20 +116,111 @@ class TransformedImages:
         return (colours * 255).round().clamp(0, 255).to(torch.uint8)
 
 
-class PictureTensors(Generic[Source]):
-    """What a model reads of pictures, by argument: kept while there is room, and read anew otherwise.
+@dataclass(frozen=True)
+class Picture:
+    """One image, which Pillow opens when it is asked for: its name for messages, its place or bytes, and its label."""
 
-    `digests` are of the tensors of each, so that a file that changes between two readings is seen.
+    name: str
+    source: Path | bytes
+    label: str | None = None
+
+    def open(self) -> Any:
+        """Open the image with Pillow: upright, in RGB, of an animation the first frame; or `UsageError`."""
+        try:
+            from PIL import Image, ImageOps, UnidentifiedImageError
+        except ImportError as error:
+            raise UsageError(f"images are read by Pillow: {with_extra('images')}") from error
+        source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
+        try:
+            with Image.open(source) as opened:
+                return _eight_bits(ImageOps.exif_transpose(opened), Image).convert("RGB")
+        except Exception as error:  # whatever Pillow raises of a broken file
+            why = "no image" if isinstance(error, UnidentifiedImageError) else first_line(error)
+            raise UsageError(f"{self.name} cannot be read as an image ({why}): mend or remove it") from error
+
+
+def _eight_bits(opened: Any, image: Any) -> Any:
+    """Scale a grey image of 16 bits to 8, which Pillow would clip to white."""
+    if not opened.mode.startswith("I"):
+        return opened
+    values = np.asarray(opened, dtype=np.float64)
+    most = 255 if values.max(initial=0) < 256 else 65535
+    return image.fromarray((values * (255 / most)).round().clip(0, 255).astype(np.uint8))
+
+
+def pictures_at(path: str | Path, columns: Columns) -> Iterator[Picture]:
+    """Yield the images of a file, of a folder, sorted, or of a data set hf:NAME…, as they arrive.
+
+    The label of a file is its folder's path below `path` (directly in it: none), or with labels by file its own path.
+    `UsageError` where there is no image, or columns of what is no table are asked for.
     """
+    if (dataset := dataset_of(str(path))) is not None:
+        with streamed_dataset(*dataset) as rows:
+            yield from _pictures(rows, f"Dataset {dataset[0]}", columns)
+        return
+    path = Path(path)
+    if columns.option and holds_images(path):
+        raise UsageError(f"{printable(path)} is no table but images: leave out {columns.option}")
+    if path.is_file() and is_image(path):
+        yield Picture(printable(path), path)
+        return
+    if not path.is_dir():
+        why = f"is not one of {' '.join(IMAGES)}" if path.exists() else "does not exist"
+        raise UsageError(f"{printable(path)} {why}: give an image or a folder of images")
+    files = files_of_folder(path, is_image, columns, "not named as images are")
+    if not files:
+        raise UsageError(f"{printable(path)} holds no image ({' '.join(IMAGES)}): give another folder")
+    by_place = columns if columns.by_place else replace(columns, label_by=BY_FOLDER)  # which shares the notes
+    yield from (Picture(printable(file), file, by_place.label_of_file(file, path)) for file in files)
 
-    def __init__(self, read: Callable[[Source], Tensors]) -> None:
-        self._read: Callable[[Source], Tensors] = read
-        self.sources: list[Source] = []
+
+def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
+    """Yield the images of a data set's rows; rows without one are left out."""
+    import datasets
+
+    features = dataset.features or {}
+    chosen = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    if columns.text != Columns.text:
+        chosen = [name for name in chosen if name == columns.text]
+    columns_there = f"(it has: {', '.join(features)})"
+    if not chosen:
+        raise UsageError(f"{source} has no column of images {columns_there}; choose with --text-column")
+    if columns.column is not None and columns.column not in features:
+        raise UsageError(f"{source} has no column '{columns.column}' {columns_there}; choose with --label-by")
+    label = next((name for name in columns.of_labels if name in features), None)
+    for number, row in enumerate(rows_of_dataset(dataset, chosen[0]), start=1):
+        image, value = row[chosen[0]], None if label is None else row[label]
+        if image is None:
+            continue
+        name = None if value is None else columns.labelled(f"column {label}", str(value))
+        columns.notes.rows_without_label += name is None
+        yield Picture(f"{source} row {number}", _source_of(image), name)
+
+
+def _source_of(image: dict[str, Any]) -> Path | bytes:
+    """Find the image of a row: in the row, in a file, or in what only `datasets` opens (a member of an archive)."""
+    import datasets
+
+    if image.get("bytes") is not None:
+        return bytes(image["bytes"])
+    if Path(image["path"]).is_file():
+        return Path(image["path"])
+    as_png = io.BytesIO()
+    datasets.Image().decode_example(image).convert("RGB").save(as_png, "PNG")
+    return as_png.getvalue()
+
+
+class PictureTensors:
+    """What a model reads of pictures, by argument: kept while there is room, else read anew, and checked by digest."""
+
+    def __init__(self, read: Callable[[Any], Tensors]) -> None:
+        self._read = read
+        self.sources: list[Any] = []
         self.digests: list[bytes] = []
         self._kept: dict[bytes, Tensors] = {}
         self._room = KEPT_BYTES
 
-    def add(self, source: Source) -> Tensors:
+    def add(self, source: Any) -> Tensors:
         """Read a picture for the first time."""
         tensors = self._read(source)
         self.sources.append(source)
@@ -90,7 +230,7 @@ class PictureTensors(Generic[Source]):
             self._kept[self.digests[-1]] = tensors
         return tensors
 
-    def of(self, rows: Tensor) -> PictureTensors[Source]:
+    def of(self, rows: Tensor) -> PictureTensors:
         """Take some of the pictures."""
         some, chosen = copy.copy(self), rows.tolist()
         some.sources = [self.sources[row] for row in chosen]
@@ -99,16 +239,14 @@ class PictureTensors(Generic[Source]):
 
     def read(self, rows: slice | Tensor) -> list[Tensors]:
         """Read the tensors of some pictures; `WorkError` where a file has changed since it was first read."""
-        chosen = range(len(self.sources))[rows] if isinstance(rows, slice) else rows.tolist()
-        return [self._again(row) for row in chosen]
-
-    def _again(self, row: int) -> Tensors:
-        if (kept := self._kept.get(self.digests[row])) is not None:
-            return kept
-        tensors = self._read(self.sources[row])
-        if _digest(tensors) != self.digests[row]:
-            raise WorkError(f"{self.sources[row].name} has changed while it was measured: run it again")
-        return tensors
+        found = []
+        for row in range(len(self.sources))[rows] if isinstance(rows, slice) else rows.tolist():
+            source, digest = self.sources[row], self.digests[row]
+            tensors = self._kept.get(digest) or self._read(source)
+            if digest not in self._kept and _digest(tensors) != digest:
+                raise WorkError(f"{source.name} has changed while it was measured: run it again")
+            found.append(tensors)
+        return found
 
 
 def _digest(tensors: Tensors) -> bytes:
@@ -124,7 +262,7 @@ def _digest(tensors: Tensors) -> bytes:
 class Images:
     """Pictures in order, and how they are read; `size`: height and width in pixels, as the model reads them."""
 
-    tensors: PictureTensors[Picture]
+    tensors: PictureTensors
     reader: TransformedImages
     size: tuple[int, int]
 
@@ -154,14 +292,14 @@ class Images:
 
 
 def choose_images(
-    name: str, pictures: Iterable[Picture], reader: TransformedImages, choice: Choice, show: ShowTokens
+    name: str, pictures: Iterable[Picture], reader: TransformedImages, choice: Choice
 ) -> tuple[Images, Sample[Picture]]:
-    """Choose pictures of the corpus `name` and read them, in the order of the seed; `UsageError` where none is kept."""
+    """Choose pictures of the corpus `name` and read them, in the order of the seed."""
     choice.check()
     if choice.rows:
         raise UsageError(f"{name} holds images, each a context of its own: leave out --label-by row")
     sample = choose(((picture.label, picture) for picture in pictures), choice)
-    if not sample.items and sample.too_short:
+    if not sample.items and sample.longest[0]:
         count, label = sample.longest
         raise UsageError(
             f"no label of {name} has {choice.per_label} images: '{printable(label)}' has the most, {count}; use a "
@@ -170,23 +308,76 @@ def choose_images(
     if not sample.items:
         why = "" if choice.per_label is None else " with a label: leave out --per-label"
         raise UsageError(f"{name} holds no image{why}")
-    order = np.random.default_rng(choice.seed).permutation(len(sample.items))
-    return _read_images([sample.items[index] for index in order], reader, show), sample
-
-
-def _read_images(pictures: Sequence[Picture], reader: TransformedImages, show: ShowTokens) -> Images:
-    """Read all pictures once, which `show` counts; `UsageError` where one is no picture or of another size."""
-    tensors = PictureTensors[Picture](lambda picture: {"pixels": reader.read(picture.open())})
-    size: tuple[int, int] | None = None
-    for number, picture in enumerate(pictures, start=1):
+    order = np.random.default_rng(choice.seed).permutation(len(sample.items)).tolist()
+    tensors = PictureTensors(lambda picture: {"pixels": reader.read(picture.open())})
+    first, size = sample.items[order[0]], (0, 0)
+    for number, picture in enumerate((sample.items[index] for index in order), start=1):
         _, height, width = tensors.add(picture)["pixels"].shape
-        if size is not None and size != (height, width):
+        if number > 1 and size != (height, width):
             raise UsageError(
-                f"{picture.name} has {height} × {width} pixels as the model reads it, {pictures[0].name} "
-                f"{size[0]} × {size[1]}: the checkpoint's preprocessor_config.json makes images of several sizes; give "
-                "images of one"
+                f"{picture.name} has {height} × {width} pixels as the model reads it, {first.name} {size[0]} × "
+                f"{size[1]}: preprocessor_config.json makes images of several sizes"
             )
         size = height, width
-        show(number)
-    assert size is not None
-    return Images(tensors, reader, size)
+        choice.show(number)
+    return Images(tensors, reader, size), sample
+
+
+@dataclass(frozen=True)
+class PicturedTextReader:
+    """A model's way of reading a text with a picture: `models.pictured_text_reader(model)`.
+
+    `token` is what it reads in place of each of a picture's tokens, `vocabulary` an id above that of any token, and
+    `read` makes the token ids of a document, and what else the model reads of its picture, or raises `UsageError`.
+    """
+
+    tokenizer: Any
+    token: int
+    vocabulary: int
+    read: Callable[[Document], tuple[list[int], Tensors]]
+
+
+@dataclass(frozen=True)
+class PicturedIds:
+    """What a model reads of some contexts: their token ids, and tensors of their pictures by argument."""
+
+    ids: Int[Tensor, "contexts positions"]
+    pictures: Tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Pictured:
+    """The texts and pictures of contexts; those of one number in `shapes` have tensors of the same shapes."""
+
+    tensors: PictureTensors
+    reader: PicturedTextReader
+    shapes: Int[Tensor, " contexts"]
+
+    @classmethod
+    def of_documents(
+        cls, documents: Iterable[Document], reader: PicturedTextReader, after_each: Callable[[], None]
+    ) -> Pictured:
+        """Read the pictures; `after_each` may raise to stop."""
+        tensors = PictureTensors(lambda document: reader.read(document)[1])
+        numbers: dict[object, int] = {}
+        shapes: list[int] = []
+        for document in documents:
+            shape = tuple((name, values.shape) for name, values in tensors.add(document).items())
+            shapes.append(numbers.setdefault(shape, len(numbers)))
+            after_each()
+        return cls(tensors, reader, torch.tensor(shapes))
+
+    @property
+    def first(self) -> int:
+        """The id of the first token of a picture in a corpus, where the second has the next one."""
+        return self.reader.vocabulary
+
+    def inputs(self, rows: slice | Tensor, ids: Int[Tensor, "contexts positions"]) -> PicturedIds:
+        """Give what the model reads of some contexts, whose tensors have the same shapes; errors as of `read`."""
+        read = self.tensors.read(rows)
+        pictures = {name: torch.cat([tensors[name] for tensors in read]) for name in read[0]}
+        return PicturedIds(ids.masked_fill(ids >= self.first, self.reader.token), pictures)
+
+    def of(self, rows: Tensor) -> Pictured:
+        """Take some of the contexts."""
+        return replace(self, tensors=self.tensors.of(rows), shapes=self.shapes[rows])

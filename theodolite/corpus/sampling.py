@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from theodolite.errors import UsageError
+from theodolite.system.progress import ShowTokens
 
-LEAST_LENGTH = 4
-"""Tokens that a context or a prompt must have to be measured, position 0 included."""
-
-SEEDS = 1 << 63
+LEAST_LENGTH = 4  # tokens that a context or a prompt must have to be measured
+LARGEST_SEED = (1 << 63) - 1
 
 READ_AHEAD = 4  # a stream is read until it gave this many times the contexts (or labels) asked for
 LABELS_READ_AHEAD = 128  # and, where labels are few or rare, this many times the contexts
@@ -22,12 +21,16 @@ LABELS_READ_AHEAD = 128  # and, where labels are few or rare, this many times th
 Item = TypeVar("Item")
 
 
+def show_nothing(tokens: int) -> None:
+    """Take no notice of how many tokens were read."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """The contexts that are asked for: at most so many (None: all), or so many of each label that has them.
 
-    `rows`: each label is that of one document: once the next begins, it has all its contexts. `streamed`: the text may
-    be endless and is read no further than needed; `contexts` is a number then.
+    `rows`: a label is complete once the next begins. `streamed`: the text may be endless. `pack`: short documents are
+    packed. `show` is told how many tokens, or images, were read.
     """
 
     contexts: int | None
@@ -35,45 +38,34 @@ class Choice:
     per_label: int | None = None
     rows: bool = False
     streamed: bool = False
+    pack: bool = True
+    show: ShowTokens = show_nothing
 
     def check(self) -> None:
         """Raise `UsageError` for numbers below 1, fewer contexts than of one label, and a seed out of range."""
         check_seed(self.seed)
-        if self.contexts is not None and self.contexts < 1:
-            raise UsageError(f"{self.contexts} contexts were asked for: use a number (--contexts) above 0")
-        if self.per_label is not None and self.per_label < 1:
-            raise UsageError(
-                f"{self.per_label} contexts of each label were asked for: use a number (--per-label) above 0"
-            )
+        for number, option in ((self.contexts, "--contexts"), (self.per_label, "--per-label")):
+            if number is not None and number < 1:
+                raise UsageError(f"{number} contexts were asked for: use a number ({option}) above 0")
         if self.contexts is not None and self.per_label is not None and self.contexts < self.per_label:
-            raise UsageError(
-                f"{self.contexts} contexts (--contexts) are fewer than the {self.per_label} of one label (--per-label)"
-            )
+            raise UsageError(f"--contexts {self.contexts} is fewer than --per-label {self.per_label}")
+
+
+ALL = Choice(None)
 
 
 @dataclass(frozen=True)
 class Sample(Generic[Item]):
     """The chosen items in reading order, each with its label.
 
-    `too_short` labels were left out because they have fewer contexts than asked for of each, and `not_drawn` because
-    `contexts` left no room for them; `longest` is the most contexts that any label has, and its name.
+    `longest` is the most contexts that any label has, and its name; `balance` is for the provenance: what was asked of
+    each label, how many have fewer, and for how many there was no room.
     """
 
     labels: list[str | None]
     items: list[Item]
-    too_short: int = 0
     longest: tuple[int, str] = (0, "")
-    not_drawn: int = 0
-
-    def balance(self, choice: Choice) -> dict[str, Any]:
-        """Describe for the provenance how labels were balanced; nothing where they were not."""
-        if choice.per_label is None:
-            return {}
-        return {
-            "per_label": choice.per_label,
-            "labels_too_short": self.too_short,
-            "labels_not_drawn": self.not_drawn,
-        }
+    balance: dict[str, int] = field(default_factory=dict)
 
 
 class Reservoir(Generic[Item]):
@@ -93,8 +85,7 @@ class Reservoir(Generic[Item]):
         self.offered += 1
 
 
-Entry = tuple[int, str | None, Item]
-"""Position in reading order, label, what is chosen."""
+Entry = tuple[int, str | None, Item]  # position in reading order, label, what is chosen
 
 
 def choose(items: Iterable[tuple[str | None, Item]], choice: Choice) -> Sample[Item]:
@@ -117,7 +108,8 @@ def choose(items: Iterable[tuple[str | None, Item]], choice: Choice) -> Sample[I
         else:
             labels.add(contexts.items)
     chosen = _in_order([entry for of_label in labels.items for entry in of_label])
-    return Sample(*chosen, too_short, longest, labels.offered - len(labels.items))
+    left_out = {"labels_too_short": too_short, "labels_not_drawn": labels.offered - len(labels.items)}
+    return Sample(*chosen, longest, {"per_label": choice.per_label, **left_out})
 
 
 def _in_order(entries: list[Entry[Item]]) -> tuple[list[str | None], list[Item]]:
@@ -152,11 +144,9 @@ def _by_label(
 
 
 def check_seed(seed: int) -> None:
-    """Raise `UsageError` unless the seed is from 0 to 2⁶³ − 1, as every generator takes it."""
-    if seed < 0:
-        raise UsageError(f"seed {seed} is negative: use --seed 0 or more")
-    if seed >= SEEDS:
-        raise UsageError(f"seed {seed} is too large: use --seed {SEEDS - 1} or less")
+    """Raise `UsageError` unless the seed is one that every generator takes."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise UsageError(f"there is no seed {seed}: use --seed 0 to {LARGEST_SEED}")
 
 
 def check_length(length: int) -> None:

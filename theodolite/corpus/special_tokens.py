@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,20 +14,7 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 
-
-class Tokenizer(Protocol):
-    """A tokenizer with the interface of `transformers`, slow or fast."""
-
-    all_special_ids: Any
-    added_tokens_decoder: Any
-    eos_token_id: Any
-    sep_token_id: Any
-
-    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Any:
-        """Return a mapping with the token ids of `text` under `input_ids`."""
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return every token and its id."""
+Tokenizer = Any  # what behaves as a tokenizer of `transformers`, slow or fast
 
 
 @dataclass(frozen=True)
@@ -40,30 +27,23 @@ class SpecialTokens:
 
     def around(self, bodies: np.ndarray) -> Int[Tensor, "contexts length"]:
         """Put the special tokens around bodies of contexts (contexts, body)."""
-        ends = (np.tile(np.array(x, dtype=np.int64), (len(bodies), 1)) for x in (self.before, self.after))
-        before, after = ends
+        before, after = (np.tile(np.int64(ids), (len(bodies), 1)) for ids in (self.before, self.after))
         return torch.from_numpy(np.concatenate([before, bodies, after], axis=1))
 
 
-TEXTS, TRIED = 4, 1000
-"""Unlike texts from which it is told what goes around them, and those tried at most to find as many."""
+TEXTS, TRIED = 4, 1000  # unlike texts from which it is told what goes around them, and those tried for them
 
 
 def known_texts(tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
-    """Yield short texts that a tokenizer makes tokens of, and these; no two have the same.
-
-    First letters and digits, and then, where the vocabulary does not have them, its own tokens as they are spelled.
-    """
+    """Yield short texts that a tokenizer makes unlike tokens of, and these: letters and digits, then its own tokens."""
     if not callable(tokenizer):
         raise UsageError("text needs a tokenizer: the model has none beside its weights, or none was given")
 
     def vocabulary_tokens() -> Iterator[str]:
         vocabulary, special = tokenizer.get_vocab(), set(tokenizer.all_special_ids)
-        yield from (
-            token
-            for token in sorted(vocabulary, key=vocabulary.__getitem__)
-            if vocabulary[token] not in special
-        )
+        for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
+            if number not in special:
+                yield token
 
     yielded = set()
     for text in islice(chain("aZ70", vocabulary_tokens()), TRIED):
@@ -77,12 +57,7 @@ def known_texts(tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
 
 
 def frame_of(tokenizer: Tokenizer, length: int | None = None) -> SpecialTokens:
-    """Find what `tokenizer` puts around a sequence: what is the same around several texts of its own vocabulary.
-
-    Raises:
-        UsageError: it is no tokenizer, reads no text, changes a text's tokens when it adds special ones, or these fill
-            a context of `length` tokens.
-    """
+    """Find what `tokenizer` puts around several texts of its own vocabulary; in a context of `length` it must fit."""
     frames: list[set[tuple[tuple[int, ...], tuple[int, ...]]]] = []
     for text, bare in islice(known_texts(tokenizer), TEXTS):
         full = list(tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
@@ -92,21 +67,17 @@ def frame_of(tokenizer: Tokenizer, length: int | None = None) -> SpecialTokens:
         raise UsageError(f"{type(tokenizer).__name__} makes no token of any text; use another.")
     common = set.intersection(*frames)
     if not common:
-        raise UsageError(
-            f"{type(tokenizer).__name__} changes a text's tokens when it adds special ones; use another."
-        )
+        raise UsageError("the tokenizer changes a text's tokens when it adds special ones; use another.")
     before, after = map(list, min(common))
     if length is not None and len(before) + len(after) >= length:
         raise UsageError(
-            f"A context of {length} tokens is filled by the tokenizer's {len(before) + len(after)} "
-            "special ones; use a larger --length."
+            f"{length} tokens are filled by the tokenizer's special ones; use a larger --length."
         )
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id)
     return SpecialTokens(before, after, [token for token in ends if token is not None][:1])
 
 
-PIECE, MOST_GROWTH = 64, 32
-"""Characters normalised at a time to see how many become of them; Unicode's own forms make 18 of one at most."""
+PIECE, MOST_GROWTH = 64, 32  # characters normalised at a time, and most of one; Unicode's own forms make 18
 
 
 def refuse_growth(tokenizer: Any, text: str) -> None:
@@ -116,35 +87,26 @@ def refuse_growth(tokenizer: Any, text: str) -> None:
         return
     for begin in range(0, len(text), PIECE):
         if len(normalizer.normalize_str(text[begin : begin + PIECE])) > MOST_GROWTH * PIECE:
-            raise UsageError(
-                f"the tokenizer's normaliser makes more than {MOST_GROWTH} characters of one: use another "
-                "tokenizer.json"
-            )
+            raise UsageError(f"the tokenizer's normaliser makes more than {MOST_GROWTH} characters of one")
 
 
 def special_ends(
     tokenizer: Any, ids: Int[Tensor, "contexts length"], lengths: Int[Tensor, " contexts"] | None = None
 ) -> tuple[int, int]:
-    """Count the tokens at the beginning and at the end of every context that the tokenizer puts around a sequence.
-
-    0 where the tokenizer puts none there, where some context begins or ends otherwise, and without a tokenizer (None).
-    `lengths`, None: all are as long as `ids`.
-    """
+    """Count the tokens at the beginning and at the end of every context that the tokenizer puts around a sequence."""
     if tokenizer is None:
         return 0, 0
     try:
         frame = frame_of(tokenizer, ids.shape[1])
     except UsageError:
         return 0, 0
-    ids = ids.cpu()
-    end = torch.full((len(ids),), ids.shape[1], device="cpu") if lengths is None else lengths
-
-    def count_at(tokens: list[int], begin: Tensor) -> int:
-        places = begin[:, None] + torch.arange(len(tokens), device="cpu")
-        equal = ids.gather(1, places.clamp_min(0)) == torch.tensor(tokens, dtype=ids.dtype, device="cpu")
-        return len(tokens) if bool(equal.all()) else 0
-
-    return count_at(frame.before, torch.zeros_like(end)), count_at(frame.after, end - len(frame.after))
+    before, after = len(frame.before), len(frame.after)
+    ends = [ids.shape[1]] * len(ids) if lengths is None else lengths.tolist()
+    begins_alike = all(row == frame.before for row in ids[:, :before].tolist())
+    ends_alike = all(
+        row[max(end - after, 0) : end].tolist() == frame.after for row, end in zip(ids, ends, strict=True)
+    )
+    return before if begins_alike else 0, after if ends_alike else 0
 
 
 def trailing_special_tokens(

@@ -93,19 +93,6 @@ BEGINNINGS = {"windows": ", each after {}", "text": ", {} before the text alone"
 """What begins as the tokenizer begins a text, and how that is said of a tokenizer that puts special tokens there."""
 
 
-def parse_shots(given: str) -> tuple[int, ...]:
-    """Parse `3`, `0-5` or `0,2,5` as numbers of examples, in order; `UsageError` where it has another form."""
-    shots: set[int] = set()
-    for part in given.split(","):
-        ends = part.split("-")
-        if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
-            raise UsageError(f"'{given}' is not a number of examples: give one, several as 0,2,5, or 0-5")
-        shots |= set(range(int(ends[0]), int(ends[-1]) + 1))
-    if not shots:
-        raise UsageError(f"'{given}' is not a number of examples: give the smaller one first")
-    return tuple(sorted(shots))
-
-
 @measures("model")
 def evaluate(
     model: OpenModel, corpus: Corpus | None, questions: Questions, evaluation: Evaluation, bars: Bars

@@ -1,8 +1,4 @@
-"""A job: stages one after the other, each resumed, shown and stopped in the same way.
-
-What a stage does in its steps is its own business. It is made from the states of the stages before it, and leaves its
-own; when all are done, the caller makes its result of them.
-"""
+"""A job: stages one after the other, each made from the states of those before it, resumed, shown and stopped alike."""
 
 from __future__ import annotations
 
@@ -19,11 +15,8 @@ from theodolite.system.progress import Progress, ShowProgress, ShowStage
 
 Item = TypeVar("Item")
 
-CHECKPOINT_SECONDS = 60.0
-"""How often progress is saved: what a kill costs at most."""
-
-SAVING_APART = 20
-"""But not before so many times as long as saving takes: of a large model it may be a minute."""
+CHECKPOINT_SECONDS = 60.0  # how often progress is saved: what a kill costs at most
+SAVING_APART = 20  # but not before so many times as long as saving takes
 
 
 class Steps(Protocol):
@@ -43,10 +36,7 @@ class Steps(Protocol):
 
 
 class Rows(Generic[Item]):
-    """Steps that read items one after the other, each of which counts for `size` steps.
-
-    State: what `read` gives of each, joined along dimension 0.
-    """
+    """Steps that read items one after the other, each of which counts for `size` steps, and join what `read` gives."""
 
     def __init__(
         self,
@@ -92,10 +82,7 @@ def part_of(tensors: Tensors, name: str) -> Tensors:
 
 @dataclass
 class States:
-    """The tensors and notes of the finished stages, by name, and the seconds that they took, also before this process.
-
-    `work` is where the job is saved; a stage may keep parts of its own there.
-    """
+    """The tensors and notes of the finished stages, by name, and the seconds they took, also before this process."""
 
     work: Unfinished
     tensors: dict[str, Tensors] = field(default_factory=dict)
@@ -111,10 +98,7 @@ class States:
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps by name. `title` is what is said while they run; `make` may look at the states of earlier stages.
-
-    `parts` are stages that the steps do together: their state has each as `name.tensor`, their notes as `name`.
-    """
+    """Steps by name, and what is said while they run; `parts` are stages that they do together (`name.tensor`)."""
 
     name: str
     title: str
@@ -123,10 +107,7 @@ class Stage:
 
 
 class Job:
-    """Stages, and the unfinished work that they are saved to and resumed from; in memory nothing is saved.
-
-    `show_progress` may raise to stop; all that is whole is saved then.
-    """
+    """Stages, and the unfinished work that they are saved to and resumed from; `show_progress` may raise to stop."""
 
     def __init__(
         self,
@@ -142,12 +123,7 @@ class Job:
         self._save_seconds = 0.0  # that the last time took
 
     def run(self) -> States:
-        """Do what is left of all stages.
-
-        Raises:
-            UsageError: what was saved is of other work, of another version, or damaged.
-            Exception: what a stage raises, when all that is whole is saved.
-        """
+        """Do what is left of all stages; what a stage raises is raised when all that is whole is saved."""
         self.work.check()
         for stage in self.stages:
             tensors, saved = self.work.load(stage.name) or ({}, {})

@@ -1,10 +1,7 @@
-"""Unfinished work on disk, in one format: named parts in `OUT.partial`, beside what the work will become.
+"""Unfinished work on disk: named parts in `OUT.partial`, beside what the work will become.
 
-    job.json            what the work is of: its fingerprint
-    NAME.safetensors    a part: tensors, and notes that JSON can hold
-
-Every file has checksums and is whole or not there, so a process may be killed at any moment. What a part means is its
-writer's business.
+job.json            what the work is of: its fingerprint
+NAME.safetensors    a part: tensors, and notes that JSON can hold
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -38,15 +35,16 @@ from theodolite.system.run_folders import differences
 
 Tensors = dict[str, Tensor]
 Notes = dict[str, Any]
+Read = TypeVar("Read")
 
 JOB = "job.json"
 
 
 class Unfinished:
-    """Parts of unfinished work, in `OUT.partial`; or in memory, where there is no `out`.
+    """Parts of unfinished work, in `OUT.partial`; where there is no `out`, nothing is saved.
 
     Args:
-        out: what the work becomes, a folder that the caller writes; `UsageError` where nothing can be written there.
+        out: what the work becomes, a folder that the caller writes.
         fingerprint: what decides every byte of the result, as JSON has it.
         corpus: what provenance says of the text, to say what differs from what is there.
         kind: what messages call the work.
@@ -64,7 +62,6 @@ class Unfinished:
         # As JSON gives it back, so that what is read equals what was written.
         self.fingerprint: Notes = json.loads(json.dumps(dict(fingerprint)))
         self.corpus, self.kind = dict(corpus or {}), kind
-        self._in_memory: dict[str, tuple[Tensors, Notes]] = {}
         self.out: Path | None = None
         if out is not None:
             check_target(Path(out))
@@ -79,7 +76,7 @@ class Unfinished:
             yield
 
     def begin(self) -> None:
-        """Write into the folder what its work is of, before anything else; errors are those of `check`."""
+        """Write into the folder what its work is of; errors are those of `check`."""
         self.check()
         if self.out is not None and not (self.folder / JOB).exists():
             description = {"fingerprint": self.fingerprint, "corpus": self.corpus}
@@ -111,19 +108,13 @@ class Unfinished:
 
     def check(self) -> None:
         """Raise `UsageError` where the folder holds unfinished work of another fingerprint."""
-        described = self.described()
-        if described is None:
-            return
-        saved, corpus = described
+        saved, corpus = self.described() or (self.fingerprint, {})
         if saved != self.fingerprint:
             differs = differences(saved, self.fingerprint, corpus, self.corpus)
             raise UsageError(
                 f"{self.folder} holds an unfinished {self.kind} of another model, corpus or options ({differs}): "
                 "choose another --out or remove it"
             )
-
-    def _damaged(self, name: str) -> UsageError:
-        return UsageError(f"{self.path(name)} is damaged: remove it to redo what it held")
 
     @contextmanager
     def same_sums(self) -> Iterator[None]:
@@ -142,35 +133,26 @@ class Unfinished:
 
     def names(self) -> list[str]:
         """Return the parts that are there, in order of their names."""
-        if self.out is None:
-            return sorted(self._in_memory)
         return sorted(path.stem for path in self.folder.glob("*.safetensors"))
 
     def load(self, name: str) -> tuple[Tensors, Notes] | None:
         """Load a part's tensors and notes; None where it is not there, `UsageError` where it is damaged."""
-        if self.out is None:
-            return self._in_memory.get(name)
-        if not self.path(name).is_file():
-            return None
-        try:
-            return read_checked(self.path(name))
-        except CorruptFile as error:
-            raise self._damaged(name) from error
+        return self._read(name, read_checked)
 
     def notes(self, name: str) -> Notes:
         """Load a part's notes without its tensors; empty where it is not there. Errors are those of `load`."""
-        if self.out is None:
-            return self._in_memory.get(name, ({}, {}))[1]
+        return self._read(name, read_notes_checked) or {}
+
+    def _read(self, name: str, read: Callable[[Path], Read]) -> Read | None:
+        if self.out is None or not self.path(name).is_file():
+            return None
         try:
-            return read_notes_checked(self.path(name)) if self.path(name).is_file() else {}
+            return read(self.path(name))
         except CorruptFile as error:
-            raise self._damaged(name) from error
+            raise UsageError(f"{self.path(name)} is damaged: remove it to redo what it held") from error
 
     def save(self, name: str, tensors: Tensors, notes: Mapping[str, Any]) -> None:
         """Write a part in the place of the one before, at once or not at all; `WorkError` where the disk refuses."""
-        if self.out is None:
-            self._in_memory[name] = tensors, dict(notes)
-            return
         if not (self.folder / JOB).exists():
             self.begin()
         with disk_errors(self.folder):
@@ -178,10 +160,6 @@ class Unfinished:
 
     def save_once(self, name: str, make: Callable[[], tuple[Tensors, Notes]]) -> None:
         """Write a part that several processes may write, by whichever comes first."""
-        if self.out is None:
-            if name not in self._in_memory:
-                self.save(name, *make())
-            return
         self.begin()
         if not self.path(name).is_file():
             tensors, notes = make()
@@ -189,7 +167,6 @@ class Unfinished:
 
     def remove(self) -> None:
         """Forget the work: it is finished."""
-        self._in_memory.clear()
         if self.out is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -5,7 +5,6 @@ The processor is that of `transformers` on Pillow and NumPy: pixel values are th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoProcessor, PreTrainedModel
 
 from theodolite.corpus.documents import Document
-from theodolite.corpus.images import TransformedImages
-from theodolite.corpus.pictured import PicturedTextReader
-from theodolite.corpus.pictures import Picture
+from theodolite.corpus.images import Picture, PicturedTextReader, TransformedImages
 from theodolite.errors import UsageError, first_line
 from theodolite.models.hooks import positions_read
 from theodolite.models.opened import OpenModel
@@ -75,35 +72,24 @@ def pictured_text_reader(model: OpenModel) -> PicturedTextReader:
     processor = _loaded(AutoProcessor, model, "processor of images and text", "processor_config.json")
     tokenizer = processor.tokenizer  # its own, and not the model's, which stays as it is
     tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
-    return _Processor(processor, tokenizer, int(token), model.vocabulary)
+    return PicturedTextReader(tokenizer, int(token), model.vocabulary, partial(_ids_and_tensors, processor))
 
 
-@dataclass
-class _Processor:
-    """A processor of `transformers` for images and text."""
-
-    processor: Any
-    tokenizer: Any
-    token: int
-    vocabulary: int
-
-    def read(self, document: Document) -> tuple[list[int], dict[str, Tensor]]:
-        """Make ids and tensors of a text and its picture, which stands before it where the text does not say where."""
-        assert document.picture is not None
-        text, mark = document.text, str(self.processor.image_token)
-        picture = Picture(f"the picture in {document.name}", document.picture).open()
-        try:
-            read = self.processor(
-                text=text if mark in text else mark + text, images=picture, return_tensors="pt"
-            )
-        except Exception as error:  # whatever a family's own code raises
-            raise UsageError(
-                f"{document.name}: the processor refuses its text and picture ({first_line(error)})"
-            ) from error
-        tensors = {name: values for name, values in read.items() if isinstance(values, Tensor)}
-        ids = tensors.pop("input_ids")[0].tolist()
-        tensors.pop("attention_mask", None)
-        return ids, tensors
+def _ids_and_tensors(processor: Any, document: Document) -> tuple[list[int], dict[str, Tensor]]:
+    """Read a text and its picture, which stands before it where the text does not say where."""
+    assert document.picture is not None
+    text, mark = document.text, str(processor.image_token)
+    picture = Picture(f"the picture in {document.name}", document.picture).open()
+    try:
+        read = processor(text=text if mark in text else mark + text, images=picture, return_tensors="pt")
+    except Exception as error:  # whatever a family's own code raises
+        raise UsageError(
+            f"{document.name}: the processor refuses its text and picture ({first_line(error)})"
+        ) from error
+    tensors = {name: values for name, values in read.items() if isinstance(values, Tensor)}
+    ids = tensors.pop("input_ids")[0].tolist()
+    tensors.pop("attention_mask", None)
+    return ids, tensors
 
 
 def _loaded(loader: Any, model: OpenModel, what: str, file: str) -> Any:

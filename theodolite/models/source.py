@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.cutting import NO_TOKEN
-from theodolite.corpus.pictured import PicturedIds
+from theodolite.corpus.images import PicturedIds
 from theodolite.errors import UsageError, first_line
 from theodolite.models.one_row import reading
 from theodolite.models.rotary import positions_by

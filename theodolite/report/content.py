@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup, escape
 
-from theodolite.corpus.patches import grid_described
+from theodolite.corpus.images import grid_described
 from theodolite.measure.catalogue import declared
 from theodolite.measure.column import SPECTRUM, SPECTRUM_DATA, Column
 from theodolite.measure.head_roles import UNIFORM_ATTENTION

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from theodolite.corpus.groups import GROUPS
-from theodolite.corpus.patches import PatchGrid, grid_described
+from theodolite.corpus.images import PatchGrid, grid_described
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import Criterion

@@ -11,20 +11,10 @@ from theodolite.errors import UsageError, first_line
 from theodolite.system.files import check_target
 from theodolite.system.run_folders import is_run
 
-INDEX = "model.safetensors.index.json"
-"""Which file each tensor is in, where there are several (as `transformers` has it)."""
-
-SETTINGS = "pruning.json"
-"""The file that tells a pruned checkpoint."""
-
-ADAPTER = "adapter"
-"""The folder in it of the adapter that holds the low-rank parts, where they are apart."""
-
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""What PEFT calls the files of an adapter."""
-
-PART_OF_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
-"""The name of one of the files into which a GGUF model is split."""
+SETTINGS = "pruning.json"  # the file that tells a pruned checkpoint
+ADAPTER = "adapter"  # the folder in it of the adapter with the low-rank parts
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT calls them
+PART_OF_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # a file of a split model
 
 PAGE = re.compile(
     r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)([\w.-]+(?:/[\w.-]+)?)"
@@ -40,25 +30,21 @@ def of_page(address: str) -> tuple[str, str | None] | None:
 
 
 def local_checkpoint(source: str | Path) -> Path | None:
-    """Return the folder of a checkpoint, or its (first) GGUF file; None for a hub name.
-
-    `UsageError` where it is neither, holds no weights or pickled ones, or several GGUF models.
-    """
+    """Return the folder of a checkpoint, or its (first) GGUF file; None for a hub name, `UsageError` for neither."""
     path = Path(source).expanduser()
     if not path.exists():
         named = isinstance(source, Path) or str(source).startswith((".", "/", "~")) or path.suffix == ".gguf"
         if named or str(source).count("/") > 1:
-            raise UsageError(
-                f"no checkpoint at {source}: give a folder with config.json, a GGUF file, or a hub name"
-            )
+            raise UsageError(f"no checkpoint at {source}: give a folder, a GGUF file, or a hub name")
         return None
     if path.suffix == ".gguf" and path.is_file():
         return gguf_files(path)[0]
-    if path.is_dir() and not any(path.glob("*.safetensors")) and (models := _gguf_models(path)):
+    if path.is_dir() and not any(path.glob("*.safetensors")) and any(path.glob("*.gguf")):
+        models = sorted({gguf_files(file)[0] for file in path.glob("*.gguf")})
         if len(models) > 1:
             names = ", ".join(model.name for model in models)
             raise UsageError(f"{source} holds several GGUF models ({names}): give one of these files")
-        return gguf_files(models[0])[0]
+        return models[0]
     if not path.is_dir() or not (path / "config.json").is_file():
         what = "theodolite needs a folder with config.json in it, or a GGUF file"
         if is_run(path):
@@ -71,18 +57,11 @@ def local_checkpoint(source: str | Path) -> Path | None:
         pickled = sorted(p.name for p in path.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"})
         if pickled:
             raise UsageError(
-                f"{source} holds pickled weights ({pickled[0]}), which can run code when read; convert them "
-                "where you trust them: AutoModel.from_pretrained(PATH).save_pretrained(NEW_PATH)"
+                f"{source} holds pickled weights ({pickled[0]}), which can run code: convert them where you trust "
+                "them: AutoModel.from_pretrained(PATH).save_pretrained(NEW_PATH)"
             )
         raise UsageError(f"{source} holds no weights: theodolite needs .safetensors files beside config.json")
     return path
-
-
-def _gguf_models(folder: Path) -> list[Path]:
-    """List a file of each GGUF model in a folder."""
-    files = sorted(folder.glob("*.gguf"))
-    parts = {path: PART_OF_GGUF.fullmatch(path.name) for path in files}
-    return list({match.groups() if match else path: path for path, match in parts.items()}.values())
 
 
 def gguf_files(path: Path) -> list[Path]:
@@ -106,35 +85,28 @@ def is_gguf(source: str | Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the weight files of a checkpoint by name; of a GGUF file, those of its model.
-
-    `UsageError` where reading might never end: of pipes, devices and folders.
-    """
+    """List the weight files of a checkpoint by name; `UsageError` for pipes, devices and folders among them."""
     if is_gguf(folder):
         return gguf_files(folder)
     files = sorted(folder.glob("*.safetensors"))
-    no_file = next((path for path in files if not path.is_file()), None)
-    if no_file:
-        raise UsageError(f"{no_file} is no file: a checkpoint's weights are files of its folder")
+    for path in files:
+        if not path.is_file():
+            raise UsageError(f"{path} is no file: a checkpoint's weights are files of its folder")
     return files
 
 
 def refuse_index(folder: Path) -> None:
     """Raise `UsageError` where the index of a folder names pickles, or weights that lie elsewhere."""
-    index = folder / INDEX
+    index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(
-            f"{index} cannot be read ({first_line(error)}): it names the file of each tensor"
-        ) from error
+        raise UsageError(f"{index} cannot be read ({first_line(error)})") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise UsageError(
-                f"{index} names {str(name)!r}: weights are .safetensors files of the same folder"
-            )
+            raise UsageError(f"{index} names {str(name)!r}, not a .safetensors file of the same folder")
 
 
 def adapter_in(folder: Path) -> Path | None:
@@ -164,5 +136,4 @@ def refuse_inside(out: Path, source: str | None) -> None:
             raise UsageError(f"{out} lies inside the pruned checkpoint {folder}: choose another --out")
         is_source = source and folder.resolve() == Path(source).expanduser().resolve()
         if is_source and (folder / "config.json").is_file():
-            line = f"{out} lies in the folder of the model that it is made of: choose another --out"
-            raise UsageError(line)
+            raise UsageError(f"{out} lies in the folder of the dense model: choose another --out")

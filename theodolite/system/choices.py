@@ -13,8 +13,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 Attention = Literal["decoder", "encoder", "cross"]
 """Of an encoder-decoder: the decoder's to itself, the encoder's, and the decoder's to the encoder."""
 
-ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
-
 DECODER: Attention = "decoder"
 
 
@@ -47,9 +45,9 @@ def wider_than(dtype: object) -> str:
 
 
 def check_attention(attention: str | None) -> None:
-    """Raise `UsageError` unless it is one of `ATTENTIONS`, or None."""
-    if attention is not None and attention not in ATTENTIONS:
-        raise UsageError(f"unknown attention {attention}: use {', '.join(ATTENTIONS)}")
+    """Raise `UsageError` unless it is an `Attention`, or None."""
+    if attention is not None and attention not in get_args(Attention):
+        raise UsageError(f"unknown attention {attention}: use {', '.join(get_args(Attention))}")
 
 
 def check_one_place(device: object, device_map: object) -> None:

@@ -2,7 +2,5 @@
 
 from pathlib import Path
 
-NAME = "embedded"
-"""On the command line, in provenance and in messages, in the place of a path or hub name."""
-
+NAME = "embedded"  # on the command line, in provenance and in messages, in the place of a path or hub name
 FOLDER = Path(__file__).parent.parent / "assets" / NAME

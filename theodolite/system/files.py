@@ -1,8 +1,4 @@
-"""Files and folders written as a whole, one process at a time, that say whether they are still what was written.
-
-A disk may return other bytes than it was given, and a file may be cut or overwritten: safetensors have a checksum in
-the header, JSON has its own. What the disk refuses is said in one line.
-"""
+"""Files and folders written as a whole, one process at a time, that say whether they are still what was written."""
 
 from __future__ import annotations
 
@@ -24,8 +20,7 @@ from theodolite.errors import UsageError, WorkError, first_line
 if TYPE_CHECKING:
     from torch import Tensor
 
-TEMPORARY = ".writing"
-"""Suffix of a file or folder that is not complete yet."""
+TEMPORARY = ".writing"  # suffix of a file or folder that is not complete yet
 
 
 def check_target(target: Path | None) -> None:
@@ -35,10 +30,7 @@ def check_target(target: Path | None) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` write to a temporary name, then rename: a file at `path` is always complete.
-
-    The temporary name is fixed, so that the next attempt overwrites what a killed process left.
-    """
+    """Let `write` write to a temporary name, always the same, then rename: a file at `path` is always complete."""
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         write(temporary)
@@ -61,10 +53,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def folder_written_atomically(folder: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to `folder` at the end, with `replace` in place of what is there.
-
-    `WorkError` as `disk_errors`; nothing is left behind.
-    """
+    """Yield an empty folder that is renamed to `folder` at the end, with `replace` in place of what is there."""
     temporary, old = (folder.with_name(folder.name + suffix) for suffix in (TEMPORARY, ".old"))
     with disk_errors(folder):
         for stale in (temporary, old) if replace else (temporary,):
@@ -92,9 +81,7 @@ def disk_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
-        raise WorkError(
-            f"cannot write {target}: {error.filename} is a file, not a folder: choose another --out"
-        ) from error
+        raise WorkError(f"cannot write {target}: {error.filename} is a file, not a folder") from error
     except (OSError, safetensors.SafetensorError) as error:  # as either, a full disk may be reported
         why = str(getattr(error, "strerror", None) or error)
         full = next((said for said in FULL if said in why), None)
@@ -104,11 +91,7 @@ def disk_errors(target: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(out: Path, another: str = "another --out") -> Iterator[None]:
-    """Keep other processes out of what becomes `out`, by a file `OUT.lock` beside it.
-
-    `UsageError` where another one is at work there (`another`: what may be chosen instead), `WorkError` where nothing
-    can be written.
-    """
+    """Keep other processes out of what becomes `out`, by a file `OUT.lock` beside it, or raise `UsageError`."""
     lock = FileLock(out.with_name(out.name + ".lock"), blocking=False)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -118,9 +101,7 @@ def locked(out: Path, another: str = "another --out") -> Iterator[None]:
             # To the lock, a place that takes no files looks like this.
             if not Path(lock.lock_file).exists():
                 raise WorkError(f"cannot write {out}: no file can be made there") from None
-            raise UsageError(
-                f"another process is writing to {out}: wait for it or choose {another}"
-            ) from None
+            raise UsageError(f"another process is writing to {out}: wait, or choose {another}") from None
     try:
         yield
     finally:
@@ -128,17 +109,10 @@ def locked(out: Path, another: str = "another --out") -> Iterator[None]:
         lock.release()
 
 
-HEADER = "sealed"
-"""The one entry of the header: safetensors writes several in any order, and the same run is to be the same bytes."""
-
-SHA256 = "sha256"
-"""The entry of a JSON file that is the checksum of all others."""
-
-SECONDS = "wall_seconds"
-"""The entry of provenance that says how long the work took."""
-
-CHECKSUMS = "checksums"
-"""The entry of a JSON file that has the checksums of files beside it, by their names."""
+HEADER = "sealed"  # the one entry: safetensors writes several in any order, and the same run is to be the same bytes
+SHA256 = "sha256"  # the entry of a JSON file that is the checksum of all others
+SECONDS = "wall_seconds"  # the entry of provenance that says how long the work took
+CHECKSUMS = "checksums"  # the entry of a JSON file that has the checksums of files beside it, by their names
 
 
 class CorruptFile(ValueError):
@@ -158,10 +132,7 @@ def write_checked(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
 
 
 def read_checked(path: Path, sha256: str | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read tensors and notes that `write_checked` wrote; `CorruptFile` where they have changed since.
-
-    `sha256`, where it is known, is what `write_checked` returned: another file of the same kind is then refused, too.
-    """
+    """Read tensors and notes that `write_checked` wrote, with this `sha256` if it is known; `CorruptFile` otherwise."""
     with _opened(path) as (file, notes, inside):
         # Copied: in the file a tensor begins anywhere, and where it begins changes the last bits of its sums.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -219,10 +190,7 @@ def read_bytes_checked(path: Path, checksums: Mapping[str, str]) -> bytes:
 
 
 def write_json_checked(path: Path, values: Mapping[str, Any], indent: int | None = 2) -> None:
-    """Write values that JSON can hold, atomically, with a checksum of their own; NaN becomes null.
-
-    How long the work took is not in the checksum, so that the same work gives the same one.
-    """
+    """Write values that JSON can hold, atomically, with a checksum of all but the time they took; NaN becomes null."""
     written: dict[str, Any] = json.loads(json_text(dict(values)))
     write_text(path, json_text(written | {SHA256: json_digest(_timeless(written))}, indent) + "\n")
 

@@ -28,11 +28,7 @@ def kept(tensor: Tensor, before: Tensor | None, folder: Path | None) -> Tensor:
 
 
 def zeros_in_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make zeros that take memory only where something else is written, and give it back when they go.
-
-    Raises:
-        MemoryError: there is not as much.
-    """
+    """Make zeros that take memory only where something else is written; `MemoryError` where there is not as much."""
     import torch
 
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # elsewhere than on Linux

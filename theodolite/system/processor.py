@@ -17,15 +17,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-"""Parameters of glibc's `mallopt`."""
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of glibc's `mallopt`
 
 
 def keep_pages() -> None:
-    """Keep freed memory for the next tensor instead of returning it to the system: up to a quarter of a survey's time.
-
-    It is a setting of the whole process, so a library should not make it, and without glibc nothing is done.
-    """
+    """Keep freed memory for the next tensor, in the whole process: up to a quarter of a survey's time (with glibc)."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
@@ -35,10 +31,7 @@ def keep_pages() -> None:
 
 
 def multiplies_halves(device: str | torch.device = "cpu") -> bool:
-    """Tell whether products in bfloat16 are about as fast as in float32, or faster, on this device.
-
-    On an x86 processor without AVX-512 torch has no library for them: they take 5 to 80 times as long.
-    """
+    """Tell whether products in bfloat16 are about as fast as in float32 (without AVX-512, 5 to 80 times slower)."""
     if torch.device(device).type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     return "AVX512" in torch.backends.cpu.get_cpu_capability()
@@ -71,10 +64,7 @@ def using_threads(count: int) -> Iterator[None]:
 
 
 def parallel_map(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Call `work` on each item, in order; as many at a time as torch has threads, each on one of them.
-
-    `work` must not accumulate sums: the order of the calls is not deterministic.
-    """
+    """Call `work`, which accumulates no sums, on each item; as many at a time as torch has threads, each on one."""
     threads = torch.get_num_threads()
     if min(threads, len(items)) < 2:
         return [work(item) for item in items]
@@ -92,10 +82,7 @@ def parallel_map(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
 
 
 class once(Generic[Value]):
-    """A property that is computed once, of objects that only one thread uses.
-
-    `functools.cached_property` lets only one thread at a time compute it, of all objects of a class (Python 3.11).
-    """
+    """A property that is computed once; `functools.cached_property` locks all objects of a class (Python 3.11)."""
 
     def __init__(self, function: Callable[[Any], Value]) -> None:
         self._function, self.__doc__ = function, function.__doc__

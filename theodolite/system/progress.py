@@ -1,7 +1,4 @@
-"""Progress of a long computation, when its state can be saved, and Ctrl-C that stops it at the next such point.
-
-SIGTERM and SIGHUP, from clusters and closed terminals, count as Ctrl-C.
-"""
+"""Progress of a long computation, and Ctrl-C, SIGTERM or SIGHUP that stop it where its state can be saved."""
 
 from __future__ import annotations
 
@@ -13,14 +10,11 @@ from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
-ShowProgress = Callable[[int, int], None]
-"""Called with (done, total); it may raise to stop the work."""
-
+ShowProgress = Callable[[int, int], None]  # of (done, total); it may raise to stop the work
 ShowStage = Callable[[str, int, int], None]
 """Called with (task, done, total); it may raise to stop, and what is complete is saved then."""
 
-ShowTokens = Callable[[int], None]
-"""Called with the tokens read so far, of a text whose length is not known; it may raise to stop."""
+ShowTokens = Callable[[int], None]  # of the tokens read so far; it may raise to stop
 
 
 def shown(items: Sequence[Item], what: str, show: ShowStage) -> Iterator[Item]:
@@ -32,10 +26,9 @@ def shown(items: Sequence[Item], what: str, show: ShowStage) -> Iterator[Item]:
 
 
 class Progress:
-    """Reports the progress of a pass, and saves its state when it is complete.
+    """Reports the progress of a pass of `total` steps, `done` of them in its restored state, and saves its state.
 
     Args:
-        total: steps of the pass; `done` are those already in its restored state.
         show: called with (done, total); it may raise to stop.
         save: called with (done, must) when the state is complete; `must` when the work is about to stop.
     """
@@ -47,10 +40,8 @@ class Progress:
         show: ShowProgress = lambda done, total: None,
         save: Callable[[int, bool], None] = lambda done, must: None,
     ) -> None:
-        self.total = total
-        self.done = done
-        self._show = show
-        self._save = save
+        self.total, self.done = total, done
+        self._show, self._save = show, save
 
     def report(self, done: int) -> None:
         """Report `done` steps, not all in the state; an interrupt loses those since the last checkpoint."""
@@ -97,8 +88,7 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
 def interruptible(say: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
     """Yield a function that says whether Ctrl-C was pressed: the first calls `say`, the second stops at once.
 
-    SIGTERM and SIGHUP count as Ctrl-C. Outside the main thread signals are left alone, as is each that is ignored or
-    has a custom handler. `KeyboardInterrupt` on leaving where it was pressed, and nobody who asked has stopped.
+    Signals that are ignored or have a custom handler are left alone. `KeyboardInterrupt` on leaving where it was.
     """
     noted = False
 

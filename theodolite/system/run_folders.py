@@ -65,30 +65,17 @@ def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, An
     check_run(folder)
     try:
         provenance = read_json_checked(Path(folder) / RUN)
-        version = int(provenance["schema_version"])
+        version = provenance["schema_version"]
+        known = schema in (None, version)
+        if not isinstance(provenance["model"], dict):
+            raise TypeError
     except CorruptFile as error:
         raise UsageError(f"{folder} is damaged ({error}): {measure_anew(folder)}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise UsageError(f"{folder}/run.json is damaged: {measure_anew(folder)}") from error
-    if schema not in (None, version):
-        raise UsageError(
-            f"{folder} has schema {version}, this theodolite reads {schema}: survey again, or take the version of "
-            "theodolite that wrote it"
-        )
-    if not _is_provenance(provenance):
-        raise UsageError(f"{folder}/run.json is damaged: {measure_anew(folder)}")
+    if not known:
+        raise UsageError(f"{folder} has schema {version}, this theodolite reads {schema}: survey again")
     return provenance
-
-
-def _is_provenance(values: dict[str, Any]) -> bool:
-    """Tell whether a provenance has the entries that every reader needs, each of its type."""
-    model, corpus = values.get("model"), values.get("corpus") or {}
-    others = [values.get(name) or {} for name in ("fingerprint", "versions", "checksums", "counts")]
-    if not all(isinstance(group, dict) for group in (model, corpus, *others)):
-        return False
-    sizes = [model.get(name, 0) for name in ("layers", "heads")]  # type: ignore[union-attr]
-    sizes += [corpus.get(name) for name in ("contexts", "length")] if corpus else []
-    return all(type(size) is int and size >= 0 for size in sizes)
 
 
 def check_out(out: Path | None) -> None:
@@ -105,23 +92,20 @@ def differences(
     corpus_now: dict[str, Any] | None = None,
 ) -> str:
     """Say what differs between two fingerprints, and corpora, by the names of options: `--length 64 there, 32 now`."""
-    said: dict[str, str] = {}
-    kind, kind_now = (kind_of({"fingerprint": each}) for each in (there, now))
-    if kind != kind_now:
-        said["kind"] = f"{kind} there, {kind_now} now"
-    if there.get("model") != now.get("model"):
-        said["model"] = "the model"
-    if there.get("columns") != now.get("columns"):
-        said["columns"] = "the columns that theodolite measures"
-    texts = _entries(corpus_there or {}, corpus_now or {}, ("sha256", "labels", "trailing_special_tokens"))
+    kinds = [kind_of({"fingerprint": each}) for each in (there, now)]
+    said = {"kind": "{} there, {} now".format(*kinds)} if kinds[0] != kinds[1] else {}
+    for entry, words in (("model", "the model"), ("columns", "the columns that theodolite measures")):
+        if there.get(entry) != now.get(entry):
+            said[entry] = words
     if there.get("corpus") != now.get("corpus"):
+        texts = _entries(
+            corpus_there or {}, corpus_now or {}, ("sha256", "labels", "trailing_special_tokens")
+        )
         said |= texts or {"corpus": "the text (--corpus, --length, --contexts or --seed)"}
     others = _entries(there, now, ("model", "columns", "corpus", "versions", "schema_version", *KINDS))
     if "--length" in said:
         others.pop("--batch", None)  # its default follows from the length
-    said |= others
-    old, new = (each.get("versions") or {} for each in (there, now))
-    said |= _entries(old, new, ())
+    said |= others | _entries(there.get("versions") or {}, now.get("versions") or {})
     return "; ".join(said.values()) or "another version of theodolite"
 
 
@@ -138,7 +122,7 @@ def kind_of(provenance: dict[str, Any]) -> str:
     return next(named, SURVEY if "corpus" in fingerprint else SPECTRA)
 
 
-def _entries(there: dict[str, Any], now: dict[str, Any], but: tuple[str, ...]) -> dict[str, str]:
+def _entries(there: dict[str, Any], now: dict[str, Any], but: tuple[str, ...] = ()) -> dict[str, str]:
     said = {}
     for key in dict.fromkeys([*there, *now]):
         old, new = there.get(key), now.get(key)

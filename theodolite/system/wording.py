@@ -1,8 +1,4 @@
-"""Show strings and numbers: tokens made visible and harmless, numbers short and honest.
-
-Tokens, labels and model names come from anybody's files: control and direction characters become visible marks here,
-and markup is escaped for Plotly, which reads a subset of HTML.
-"""
+"""Show strings and numbers: tokens made visible and harmless, for they come from anybody's files, numbers short."""
 
 from __future__ import annotations
 
@@ -25,17 +21,14 @@ _MARKS |= {"\u00a0": "⍽", "\u2028": "⟨U+2028⟩", "\u2029": "⟨U+2029⟩"}
 
 
 def _visible_character(character: str) -> str:
-    if character in _MARKS:
-        return _MARKS[character]
     hidden = unicodedata.category(character).startswith("C")
-    return f"⟨U+{ord(character):04X}⟩" if hidden else character
+    return _MARKS.get(character) or (f"⟨U+{ord(character):04X}⟩" if hidden else character)
 
 
 def visible(text: object, limit: int | None = None) -> str:
     """Show every control, format, surrogate, private or unassigned character of `text` as a mark.
 
-    So nothing in the result can reorder or hide its neighbours. Texts longer than `limit` characters are cut and end in
-    an ellipsis. Markup is not escaped: the page's template does that.
+    So nothing in the result can reorder or hide its neighbours. Markup is not escaped.
     """
     source = str(text)
     if limit is not None and len(source) > limit:
@@ -143,10 +136,7 @@ def names_of(models: Sequence[str]) -> list[str]:
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
-    """Ask whether the known words nearest to a misspelt one were meant, or say something else where none is near.
-
-    Nearest are those that begin with it, or have it behind a group's name, as `geometry/figure3` has `figure3`.
-    """
+    """Ask whether the known words nearest to a misspelt one were meant, or say something else where none is near."""
     words = list(known)
     begun = [each for each in words if word and (each.startswith(word) or each.endswith(f"/{word}"))]
     ends = {each.rsplit("/", 1)[-1]: each for each in words}
@@ -171,13 +161,11 @@ def listed(items: list[str], limit: int = 5) -> str:
 
 def spans(numbers: list[int]) -> str:
     """Write runs of neighbours as ranges: `0–3, 7`."""
-    spans: list[list[int]] = []
+    spans: list[tuple[int, int]] = []
     for value in sorted(numbers):
-        if spans and value == spans[-1][-1] + 1:
-            spans[-1].append(value)
-        else:
-            spans.append([value])
-    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
+        first = spans.pop()[0] if spans and value == spans[-1][1] + 1 else value
+        spans.append((first, value))
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
 
 
 def counted(amount: int, noun: str) -> str:

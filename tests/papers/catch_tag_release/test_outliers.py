@@ -136,7 +136,7 @@ def test_sinks_and_massive_activations_are_compared_by_token_and_position(found)
     at_sinks, sinks_at = verdicts_of(judge_sinks, (whole, sinks), [(whole, sinks)] * 8, corpus, of=NAME)
     # Just half, in parts that are alike: 1 − 0.025^{1/200} = 0.018 more or less is not known.
     assert (at_sinks.answer, sinks_at.answer) == (UNDECIDED, FAILS)
-    assert at_sinks.parts[0].error == pytest.approx((1 - 0.025 ** (1 / 200)) / stats.t.ppf(0.975, 7))
+    assert at_sinks.parts[0].estimate.error == pytest.approx((1 - 0.025 ** (1 / 200)) / stats.t.ppf(0.975, 7))
     assert "0.500" in at_sinks.evidence
     assert "0.200" in sinks_at.evidence
     # 7, 9 and 9 of six, and 7 at position 0 is not the token after it.
