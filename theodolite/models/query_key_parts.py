@@ -107,11 +107,9 @@ def visit_layers(
         if module in around and args and args[0] is entering and isinstance(output, Tensor):
             made_of_it.append((module, output))
 
-    def leave_function(function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
-        """Return what a norm gives that is called as a function, perhaps by a module that is a norm."""
-        output = function(x, *args, **kwargs)
+    def leave_function(norm: FunctionNorm, x: Tensor, output: Tensor) -> Tensor:
         if x is entering and not visiting:
-            made_of_it.append((FunctionNorm(function, args, kwargs), output))
+            made_of_it.append((norm, output))
         return output
 
     def enter_attention(module: nn.Module, args: Any, kwargs: Any) -> None:

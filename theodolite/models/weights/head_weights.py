@@ -36,7 +36,7 @@ from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import tapped
 from theodolite.models.source import dtype_of
 from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
-from theodolite.models.weights.norms import make_norms_modules, norms_at_tap
+from theodolite.models.weights.norms import Norms
 from theodolite.models.weights.weight_map import WeightMap, WeightMaps, read_mapped
 
 ROWS = 1024
@@ -135,15 +135,12 @@ def through_tap(attention: nn.Module, call: Call) -> HeadWeights | None:
 
 def _read_in(dtype: torch.dtype, attention: nn.Module, call: Call) -> HeadWeights | None:
     module = copy_in_dtype(attention, dtype)
-    if module is not attention:
-        make_norms_modules(module)
-    for projection in (EXACT, BEFORE_NORM):
-        weights = _affine_weights(module, call, call.width, projection)
-        if weights is not None or module is attention:
-            return weights  # where there is no copy, its norms must stay
-        for name in norms_at_tap(module, call):
-            module.set_submodule(name, nn.Identity())
-    return None
+    weights = _affine_weights(module, call, call.width, EXACT)
+    if weights is None and module is not attention:  # where there is no copy, its norms must stay
+        norms = Norms(module)
+        norms.leave_out(norms.at_tap(call))
+        weights = _affine_weights(module, call, call.width, BEFORE_NORM)
+    return weights
 
 
 def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) -> HeadWeights | None:

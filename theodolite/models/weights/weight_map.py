@@ -39,7 +39,7 @@ from theodolite.models.source import dtype_of
 from theodolite.models.structure import Structure
 from theodolite.models.training import adapters
 from theodolite.models.training.shards import ParameterPlace
-from theodolite.models.weights.norms import make_norms_modules, norms_at_tap, with_norms
+from theodolite.models.weights.norms import Norms, with_norms
 
 Result = TypeVar("Result")
 
@@ -112,11 +112,11 @@ class WeightMap:
 
     Attributes:
         sides: of queries, keys and values.
-        norms: names of the norms between these and the tap, which are left out.
+        norms: numbers of the norms between these and the tap, which are left out.
     """
 
     sides: tuple[tuple[Rows, ...], ...]
-    norms: tuple[str, ...] = ()
+    norms: tuple[int, ...] = ()
 
     @property
     def matrices(self) -> list[Rows | None]:
@@ -397,7 +397,7 @@ WeightAndBias = tuple[Float64[Tensor, "heads width head_width"], Float64[Tensor,
 
 
 def read_mapped(
-    weight_map: WeightMap, attention: nn.Module, call: Call, norms: Sequence[str], dtype: torch.dtype
+    weight_map: WeightMap, attention: nn.Module, call: Call, norms: Sequence[int], dtype: torch.dtype
 ) -> tuple[list[WeightAndBias | None], float]:
     """Read queries, keys and values by a map, from a copy in a dtype without some norms; and what scales the logits.
 
@@ -406,9 +406,7 @@ def read_mapped(
     """
     module = copy_in_dtype(attention, dtype).eval()
     if norms:
-        make_norms_modules(module)
-    for name in norms:
-        module.set_submodule(name, nn.Identity())
+        Norms(module).leave_out(norms)
     rows = torch.randn(3, call.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rows[0] = 0
     inputs = run_until_tap(module, call, as_sequences(rows, module))
@@ -450,13 +448,11 @@ def _search(attention: nn.Module, call: Call, computed: bool) -> list[WeightMap]
     weight_map = marked.weight_map()
     if None not in weight_map.matrices:
         return [weight_map]
-    make_norms_modules(marked.module)
+    norms = Norms(marked.module)
     try:
-        marked.send()  # functions of norms are modules from here on
-        norms = norms_at_tap(marked.module, call)
-        for name in norms:
-            marked.module.set_submodule(name, nn.Identity())
-        return [weight_map, replace(marked.weight_map(), norms=tuple(norms))] if norms else [weight_map]
+        at_tap = norms.at_tap(call)
+        norms.leave_out(at_tap)
+        return [weight_map, replace(marked.weight_map(), norms=tuple(at_tap))] if at_tap else [weight_map]
     except NotAffine:
         return [weight_map]
 
