@@ -1,8 +1,7 @@
 """Queries and keys of a layer, split into what each part of the hidden states contributes.
 
-What the model does between the residual stream and its queries and keys (a norm, a projection, rotation, perhaps
-another norm) is affine once the norms' scales are held. So each part of the stream is sent the same way by itself:
-through the norm at its frozen scale, then through the attention module, called as the model calls it.
+What the model does between the residual stream and its queries and keys (norms, a projection, rotation) is affine once
+the norms' scales are held. So each part of the stream is sent the same way by itself.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ def visit_layers(
 ) -> None:
     """Run the model on token ids or pixels and visit each of `layers` as it comes; the pass ends with the last of them.
 
-    The model computes with its own attention, so that every stream is exactly its own; while `visit` runs, the tap
-    calls `stop_at_tap`.
+    The model computes with its own attention; while `visit` runs, the tap calls `stop_at_tap`.
     """
     structure = model.structure
     turns = Turns(structure.attention)
@@ -145,7 +143,6 @@ def visit_layers(
 
 
 def _norm_among(candidates: list[tuple[nn.Module, Tensor]], entered: Tensor) -> nn.Module | None:
-    """Find the module that made what entered attention, by its output."""
     # The very tensor first: another norm of the block may give equal numbers. A function may be a module's own.
     in_turn = sorted(candidates, key=lambda pair: (pair[1] is not entered, isinstance(pair[0], FunctionNorm)))
     return next((module for module, output in in_turn if _equal(output, entered)), None)
@@ -167,22 +164,28 @@ def of_streams(
         WorkError: these streams alone do not say what attention reads: it has something else of the context, or what
             enters the block is not what the one before left.
     """
+    _check_reads_stream(layer_pass)
     stream = streams.to(layer_pass.stream)
-    if layer_pass.entered.shape != layer_pass.stream.shape or layer_pass.cross:
-        raise WorkError("attention reads something else than the residual stream")
-    if layer_pass.norm is None and not _equal(layer_pass.entered, layer_pass.stream):
-        raise WorkError("no module turns the stream into what attention reads")
     entered = stream if layer_pass.norm is None else layer_pass.norm(stream)
     inputs = run_until_tap(layer_pass.attention, layer_pass.call, entered)
-    pairs = (
-        (entered, layer_pass.entered),
-        (inputs.query, layer_pass.inputs.query),
-        (inputs.key, layer_pass.inputs.key),
-    )
+    of_pass = layer_pass.inputs
+    pairs = ((entered, layer_pass.entered), (inputs.query, of_pass.query), (inputs.key, of_pass.key))
     for computed, expected in pairs if first else ():
         if relative_error(computed[:1], expected) > _tolerance(expected):
             raise WorkError("attention reads something else of a context than its stream")
     return replace(layer_pass, stream=stream, entered=entered, inputs=inputs)
+
+
+def _check_reads_stream(layer_pass: LayerPass) -> None:
+    """Raise `WorkError` unless attention reads the residual stream, as it is or behind a norm."""
+    if layer_pass.cross:
+        raise WorkError("its keys are made of the encoder's states, and these are the decoder's parts")
+    if layer_pass.entered.shape != layer_pass.stream.shape:
+        raise WorkError(
+            "attention does not read the residual stream as it is, but something else of another width"
+        )
+    if layer_pass.norm is None and not _equal(layer_pass.entered, layer_pass.stream):
+        raise WorkError("no module of the block turns the residual stream into what enters attention")
 
 
 def split_queries_and_keys(
@@ -193,11 +196,10 @@ def split_queries_and_keys(
 ) -> SplitQueriesAndKeys:
     """Split one layer's queries and keys; `parts` are those of `layer_pass.stream` and sum to it.
 
-    The query of a hidden state h is affine in h once the scale s of each norm is held at its value for h:
-    `mean`, `pos` and `ctx` are the linear images of these parts, `bias` is the image of zero (biases of the
-    norm and of the projection), each computed by itself in `dtype`. `resid` is computed by itself too, and the
-    sum compared with the model's own queries and keys; then it takes up the rounding that is left, so that the
-    parts always sum to the model's own.
+    The query of a hidden state h is affine in h once the scale s of each norm is held at its value for h: `mean`, `pos`
+    and `ctx` are the linear images of these parts, `bias` is the image of zero (biases of the norm and of the
+    projection). `resid` is computed by itself too, and the sum compared with the model's own queries and keys; then it
+    takes up the rounding that is left, so that the parts always sum to the model's own.
 
     Args:
         layer_pass: a pass that `visit_layers` is visiting.
@@ -220,9 +222,8 @@ def split_queries_and_keys(
 def _split(
     layer_pass: LayerPass, parts: DecompositionByGroups, dtype: torch.dtype, check_all: bool
 ) -> SplitQueriesAndKeys:
-    if layer_pass.cross:
-        raise WorkError("its keys are made of the encoder's states, and these are the decoder's parts")
-    norm, entered = frozen_norm(layer_pass, dtype), layer_pass.entered.to(dtype)
+    _check_reads_stream(layer_pass)
+    norm, entered = _frozen_norm(layer_pass, dtype), layer_pass.entered.to(dtype)
     attention, per_context = frozen_attention(layer_pass.attention, layer_pass.call, entered)
     batch = entered if per_context else entered[:1]
 
@@ -237,7 +238,7 @@ def _split(
         return query - at_zero[0], key - at_zero[1]
 
     def image(part: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute what parts of the stream add to queries and keys: to each context's those that are its own."""
+        """Compute what parts of the stream add to the queries and keys of the contexts that have them."""
         part = part.to(layer_pass.stream.device, dtype)
         part = part if norm is None else norm.direction(part)
         scale = part.new_ones(1, 1, 1) if norm is None else norm.scale[: len(query)]
@@ -280,15 +281,9 @@ def _split(
     return SplitQueriesAndKeys(both[0], both[1], layer_pass.inputs, rounding)
 
 
-def frozen_norm(layer_pass: LayerPass, dtype: torch.dtype) -> FrozenNorm | None:
+def _frozen_norm(layer_pass: LayerPass, dtype: torch.dtype) -> FrozenNorm | None:
     """Freeze the norm before the heads at the stream of a pass; None where there is none."""
-    if layer_pass.entered.shape != layer_pass.stream.shape:
-        raise WorkError(
-            "attention does not read the residual stream as it is, but something else of another width"
-        )
     if layer_pass.norm is None:
-        if not _equal(layer_pass.entered, layer_pass.stream):
-            raise WorkError("no module of the block turns the residual stream into what enters attention")
         return None
     copy = copy_in_dtype(layer_pass.norm, dtype)
     # Where the weights are elsewhere there is no copy, and the module works in its own dtype.

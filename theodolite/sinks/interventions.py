@@ -231,8 +231,8 @@ def without_low_rank(
                 left, right = _random_like(left, right, len("qkv") * control + number)
             low_rank = left @ right
             shares[name] = float(low_rank.square().sum() / matrix.square().sum().clamp_min(1e-300))
-            replacements.append((projection, None, matrix - low_rank))
-        remaining = {name: matrix for name, (_, _, matrix) in zip(projections, replacements, strict=True)}
+            replacements.append((projection, matrix - low_rank))
+        remaining = {name: matrix for name, (_, matrix) in zip(projections, replacements, strict=True)}
         name = described("without_low_rank", layer=layer, **remaining)
     with model.intervention(name, replaced(replacements)):
         yield shares
@@ -312,8 +312,7 @@ def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[s
         (of_layer,) = find_projections(
             model.root, model.structure, calls, [layer], replacing=True, maps=model.weight_maps
         )
-    projections = {"q": of_layer.query, "k": of_layer.key, "v": of_layer.value}
-    wanted = {name: projection for name, projection in projections.items() if name in names and projection}
+    wanted = {name: projection for name, projection in of_layer.by_name.items() if name in names}
     if len(wanted) < len(names):
         raise UsageError(
             f"layer {layer}: the values of {model.structure.names[layer]} are not its input times one weight matrix"

@@ -33,8 +33,7 @@ from theodolite.models.training.shards import (
     joined_heads,
 )
 from theodolite.models.training.training_model import evaluation_mode, training_source
-from theodolite.models.weights.logit_rows import LogitRows
-from theodolite.models.weights.weight_map import Projection, Projections, find_projections
+from theodolite.models.weights.weight_map import LogitRows, Projection, Projections, find_projections
 from theodolite.train.penalty import (
     Gradient,
     add_penalty_gradient,

@@ -25,9 +25,6 @@ from theodolite.models.calls import Call, as_sequences, copy_in_dtype, run_until
 EXACT = 64 * torch.finfo(torch.float32).eps
 """Relative error allowed of what is exact: many norms and rotations compute in float32 whatever the dtype."""
 
-FUNCTIONS = frozenset({functional.layer_norm, functional.rms_norm, functional.normalize})
-"""Norms that a module may call as functions of PyTorch."""
-
 
 def with_norms(module: nn.Module) -> str:
     """Return for a refusal which norms are inside a module, in brackets; "" where there are none."""
@@ -59,7 +56,7 @@ def _sorted_values(tensor: Tensor) -> Tensor:
 
 
 class FunctionNorm(nn.Module):
-    """A call of such a function: the same of another tensor, in the dtype of that."""
+    """A norm that was called as a function of PyTorch: the same of another tensor, in the dtype of that."""
 
     def __init__(self, function: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
         super().__init__()
@@ -72,7 +69,7 @@ class FunctionNorm(nn.Module):
 
 
 class NormCalls(TorchFunctionMode):
-    """While open, `answer` gives what these functions give: of the norm, its input, and its output."""
+    """While open, `answer` gives what PyTorch's functions of norms give: of the norm, its input, and its output."""
 
     def __init__(self, answer: Callable[[FunctionNorm, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -81,7 +78,7 @@ class NormCalls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Hand a norm's call on."""
         output = func(*args, **(kwargs or {}))
-        if func not in FUNCTIONS:
+        if func not in (functional.layer_norm, functional.rms_norm, functional.normalize):
             return output
         others = dict(kwargs or {})
         x, *rest = args if args else (others.pop("input"),)
@@ -121,7 +118,7 @@ class Norms:
         return self._called(norm, args[0] if len(args) == 1 else None, output)
 
     def _call_function(self, norm: FunctionNorm, x: Tensor, output: Tensor) -> Tensor:
-        """Take a function that a norm which is a module calls for a part of that."""
+        # What a norm that is a module calls is a part of that.
         return output if self._running else self._called(norm, x, output)
 
     def _called(self, norm: nn.Module, x: Any, output: Any) -> Any:
