@@ -74,10 +74,7 @@ class _LastLayerDone(Exception):
 
 @measures("model")
 def visit_layers(
-    model: OpenModel,
-    inputs: Inputs,
-    layers: range | list[int],
-    visit: Callable[[LayerPass], None],
+    model: OpenModel, inputs: Inputs, layers: range | list[int], visit: Callable[[LayerPass], None]
 ) -> None:
     """Run the model on token ids or pixels and visit each of `layers` as it comes; the pass ends with the last of them.
 
@@ -120,7 +117,10 @@ def visit_layers(
         assert entering is not None
         call = Call(args, kwargs, structure.attention_layout).without_cache()
         stream = structure.layout.ordered(entering)
-        norm = None if _equal(call.hidden, stream) else _norm_among(made_of_it, call.entered)
+        # The very tensor first: another norm of the block may give equal numbers. A function may be a module's own.
+        made_of_it.sort(key=lambda pair: (pair[1] is not call.entered, isinstance(pair[0], FunctionNorm)))
+        norms = (norm for norm, output in made_of_it if _equal(output, call.entered))
+        norm = None if _equal(call.hidden, stream) else next(norms, None)
         visiting = True
         try:
             with tapped(model.root, stop_at_tap):
@@ -142,12 +142,6 @@ def visit_layers(
         model.forward(inputs)
 
 
-def _norm_among(candidates: list[tuple[nn.Module, Tensor]], entered: Tensor) -> nn.Module | None:
-    # The very tensor first: another norm of the block may give equal numbers. A function may be a module's own.
-    in_turn = sorted(candidates, key=lambda pair: (pair[1] is not entered, isinstance(pair[0], FunctionNorm)))
-    return next((module for module, output in in_turn if _equal(output, entered)), None)
-
-
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and torch.equal(a, b))
 
@@ -157,12 +151,8 @@ def of_streams(
 ) -> LayerPass:
     """Return the same layer's pass for other contexts of that length, given the stream that enters its block.
 
-    Args:
-        first: the first of them is that of the pass, and is compared with it.
-
-    Raises:
-        WorkError: these streams alone do not say what attention reads: it has something else of the context, or what
-            enters the block is not what the one before left.
+    With `first`, the first of them is that of the pass, and is compared with it. `WorkError` where these streams alone
+    do not say what attention reads: it has something else of the context, or the block does not get what was left.
     """
     _check_reads_stream(layer_pass)
     stream = streams.to(layer_pass.stream)

@@ -95,7 +95,7 @@ def checkpoint_tensors(
         raise CannotReadLazily("it has two towers, of which this is the one of text")
     if is_factored(Path(source)):
         raise CannotReadLazily("its matrices are factored")
-    if loading.has_adapter(source, revision) or adapter_in(Path(source)):
+    if loading.file_of(source, "adapter_config.json", revision) or adapter_in(Path(source)):
         raise CannotReadLazily("an adapter lies beside its weights")
     kinds: dict[str, tuple[str, str]] = {}
     for path in _files(source, config, revision):
@@ -267,8 +267,7 @@ class StreamedBlocks:
         model, files = self._tensors.model, len(self.names) + 1
         tied = model.all_tied_weights_keys  # of tied tensors, the one is written that others follow
         save_config(model, folder)
-        places: dict[str, str] = {}
-        size = 0
+        places, size = dict[str, str](), 0
         for number in range(files):
             name = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
             if number < len(self.names):

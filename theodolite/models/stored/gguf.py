@@ -128,13 +128,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[tuple[str, StoredTens
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The header of a model's GGUF files.
-
-    Attributes:
-        path: the first of them, whose metadata are the model's.
-        fields: its metadata; of an array of strings its length.
-        tensors: where the tensors of all files lie.
-    """
+    """The metadata in the first of a model's GGUF files, and where the tensors of all of them lie."""
 
     path: Path
     fields: dict[str, Any]
@@ -151,11 +145,10 @@ class GgufFile:
                 plain = {ValueError: first_line(error), struct.error: "the file is cut short"}
                 reason = plain.get(type(error), f"its header is damaged ({first_line(error)})")
                 raise UsageError(f"cannot open {file}: {reason}: {ANEW}") from error
-        first = next(iter(headers))
-        if "general.architecture" not in headers[first][0]:
+        first, (fields, _) = next(iter(headers.items()))
+        if "general.architecture" not in fields:
             raise UsageError(f"cannot open {first}: it does not say its architecture: {ANEW}")
-        tensors = {name: tensor for _, entries in headers.values() for name, tensor in entries}
-        return cls(first, headers[first][0], tensors)
+        return cls(first, fields, {name: at for _, tensors in headers.values() for name, at in tensors})
 
     def refused(self, reason: str) -> UsageError:
         """Return the error for a model that is not opened."""
@@ -337,11 +330,10 @@ class GgufTensors:
         for name in filter(wanted, self._parts):
             module, _, own = name.rpartition(".")
             holder = self.model.get_submodule(module)
-            stored: Any = holder._parameters if own in holder._parameters else holder._buffers
-            skeleton = stored[own]
+            skeleton = getattr(holder, own)
             tensor = self._decoded(name, skeleton.shape).to(device, skeleton.dtype)
-            is_parameter = stored is holder._parameters
-            stored[own] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+            is_parameter = isinstance(skeleton, nn.Parameter)
+            setattr(holder, own, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
     def _decoded(self, name: str, shape: torch.Size) -> Tensor:
         parsed: dict[str, Any] = {"tensors": {}}  # where processors put what several tensors make up

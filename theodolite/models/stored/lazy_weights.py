@@ -5,8 +5,7 @@ A block's tensors are in memory while it runs or is asked for; what lies outside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def open_streamed(
     check_dtype(dtype)
     target = loading.usable_device(device)
     try:
-        with _read_in_parts():
+        with loading.without_progress_bars():
             checkpoint = loading.Checkpoint.at(path_or_id, revision).of_one_commit()
             tensors = checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision)
             if tensors.model.config.is_encoder_decoder:
@@ -70,27 +69,13 @@ def open_streamed(
                 tokenizer=loading.load_tokenizer(checkpoint.place, checkpoint.revision),
                 **checkpoint.identity(show_progress),
             )
-    except CannotReadLazily as reason:
+    except (CannotReadLazily, *loading.LOADING_ERRORS) as error:
         how: dict[str, Any] = {"device": device, "revision": revision, "attention": attention}
         model = open_model(path_or_id, dtype=dtype, say=say, **how)
-        say(f"opened whole, since {reason}")
+        say(f"opened whole, since {loading.reason_of(error)}")
         return model
     say_if_slow(model.hf.dtype, target, say)
     return model
-
-
-@contextmanager
-def _read_in_parts() -> Iterator[None]:
-    """Convert loading errors to `CannotReadLazily` while open, without progress bars."""
-    try:
-        with loading.without_progress_bars():
-            yield
-    except ImportError as error:
-        raise CannotReadLazily(
-            f"this version of transformers is not known ({loading.reason_of(error)})"
-        ) from error
-    except loading.LOADING_ERRORS as error:
-        raise CannotReadLazily(loading.reason_of(error)) from error
 
 
 def _parts(tensors: loading.StoredTensors, source: Source, device: torch.device) -> Any:

@@ -223,7 +223,8 @@ def load(
         tensors.model.tie_weights()
         return tensors.model
     adapter = adapter_in(folder)
-    if (adapter or has_adapter(source, revision)) and not is_peft_available():
+    # Where an adapter is beside the weights, `transformers` loads both, if it finds PEFT.
+    if (adapter or file_of(source, "adapter_config.json", revision)) and not is_peft_available():
         raise UsageError(
             f"{source} has an adapter beside its weights, which PEFT reads: pip install peft, or merge it"
         )
@@ -280,11 +281,6 @@ def dtype_named(dtype: str | torch.dtype, auto: torch.dtype) -> torch.dtype:
     return named
 
 
-def has_adapter(source: str | Path, revision: str | None) -> bool:
-    """Tell whether an adapter is beside the weights: `transformers` then loads both, if it finds PEFT."""
-    return file_of(source, "adapter_config.json", revision) is not None
-
-
 def refuse_left_over(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
     """Raise `WorkError` for tensors of more layers, or scales whose quantiser is not named; old buffers may be left."""
 
@@ -292,9 +288,11 @@ def refuse_left_over(source: str | Path, model: nn.Module, unexpected: list[str]
         return re.sub(r"\.\d+(?=\.)", ".#", name)
 
     known = {kind_of_name(name) for name, _ in model.named_parameters()}
-    for name in [] if getattr(model.config, "quantization_config", None) else unexpected:
+    quantised = getattr(model.config, "quantization_config", None)
+    for name in unexpected:
         weight = SCALE.sub("", name)
-        if weight != name and not known.isdisjoint({kind_of_name(weight + end) for end in ("", ".weight")}):
+        is_scale = weight != name and {kind_of_name(weight), kind_of_name(f"{weight}.weight")} & known
+        if is_scale and not quantised:
             raise WorkError(
                 f"{source}: tensor {name} scales {weight}, and config.json has no quantization_config: {WHAT_TO_DO}"
             )

@@ -100,19 +100,15 @@ def _own_parameters(module: nn.Module) -> list[DTensor]:
 
 def _split(parameters: Iterable[Tensor]) -> Any:
     """Find the group over which the first DTensor that not all ranks have whole is split, or None."""
-    for p in parameters:
-        if is_dtensor(p) and not all(placement.is_replicate() for placement in p.placements):
-            return p.device_mesh.get_group()
-    return None
+    spread = (p for p in parameters if is_dtensor(p) and not all(of.is_replicate() for of in p.placements))
+    return next((p.device_mesh.get_group() for p in spread), None)
 
 
 def gathering_entry(outermost: nn.Module, inner: nn.Module) -> nn.Module | None:
     """Return the module whose call gathers the weights: the outermost of FSDP, else the model; None: any part."""
-    for module in _sharded(outermost):
-        if inner in module.modules():
-            return module
+    around = next((module for module in _sharded(outermost) if inner in module.modules()), None)
     gathers = _sharded(inner) or any(hasattr(p, "ds_id") for p in inner.parameters())
-    return inner if gathers else None
+    return around if around is not None else inner if gathers else None
 
 
 @contextmanager

@@ -124,7 +124,6 @@ class Projection:
     """One of W_q, W_k and W_v of all heads, in its module.
 
     Attributes:
-        rows: which rows it is of a matrix.
         module, name: the submodule, and the attribute that holds the matrix, looked up at every reading.
         adapter: PEFT's layer around the module, which adds to the matrix (LoRA), or None.
     """
@@ -305,12 +304,8 @@ def find_projections(
 ) -> list[Projections]:
     """Find W_q, W_k and W_v of some layers, without gradients; `calls` is what `capture_calls` gave.
 
-    Args:
-        replacing: look for matrices to be replaced: also before a norm of queries and keys (Qwen 3, Gemma 3), where no
-            matrix gives the logits.
-
-    Raises:
-        UsageError: some layer's queries or keys are not its input times entries of one matrix each.
+    With `replacing`, also before a norm of queries and keys (Qwen 3, Gemma 3), where no matrix gives the logits.
+    `UsageError` where some layer's queries or keys are not its input times entries of one matrix each.
     """
     if replacing:
         adapters.refuse_replaced_weights(model, "replaced")
@@ -376,11 +371,8 @@ POSITIONS = 8
 class LogitRows:
     """Rows of one parameter, and how each is scaled for a head's logits to become γ times as large.
 
-    Attributes:
-        module, name: the submodule, and the attribute that holds the parameter, looked up at every use.
-        shape: of the parameter.
-        powers: of γ: 1/2 where query and key are scaled both, 1 of a query whose key other heads have as well, 0 of
-            a key that stays as it is.
+    `powers` are of γ: 1/2 where query and key are scaled both, 1 of a query whose key other heads have as well, 0 of a
+    key that stays as it is.
     """
 
     module: nn.Module
