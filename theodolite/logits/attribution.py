@@ -179,7 +179,7 @@ def _rows(
     chosen: list[tuple[int, int]],
 ) -> list[list[float]]:
     """Attribute a layer's chosen heads: rows in the order of `COLUMNS`."""
-    split = split_queries_and_keys(layer_pass, parts, working_dtype(layer_pass.stream), check_all=False)
+    split = split_queries_and_keys(layer_pass, parts, working_dtype(layer_pass.stream))
     heads = sorted({head for head, _ in chosen})
     grouped = split.query.shape[2] // split.key.shape[2]
     key = split.key[:, :, [head // grouped for head in heads]]

@@ -59,7 +59,7 @@ class SplitQueriesAndKeys:
     """Parts of one layer's queries and keys in the order of `PARTS`; they sum to what the model itself had.
 
     `rounding` is the relative difference of the parts, each computed by itself, from the model's queries or
-    keys, the larger of the two; that difference is in the part `resid`.
+    keys, the larger of the two; it is in the part `resid`.
     """
 
     query: Float[Tensor, "parts contexts heads positions head_width"]
@@ -179,39 +179,33 @@ def _check_reads_stream(layer_pass: LayerPass) -> None:
 
 
 def split_queries_and_keys(
-    layer_pass: LayerPass,
-    parts: Decomposition | DecompositionByGroups,
-    dtype: torch.dtype,
-    check_all: bool = True,
+    layer_pass: LayerPass, parts: Decomposition | DecompositionByGroups, dtype: torch.dtype
 ) -> SplitQueriesAndKeys:
     """Split one layer's queries and keys; `parts` are those of `layer_pass.stream` and sum to it.
 
     The query of a hidden state h is affine in h once the scale s of each norm is held at its value for h: `mean`, `pos`
     and `ctx` are the linear images of these parts, `bias` is the image of zero (biases of the norm and of the
-    projection). `resid` is computed by itself too, and the sum compared with the model's own queries and keys; then it
-    takes up the rounding that is left, so that the parts always sum to the model's own.
+    projection). `resid` of the first context is computed by itself too, and the sum compared with the model's own
+    queries and keys; then it takes up the rounding that is left, so that the parts always sum to the model's own.
 
     Args:
         layer_pass: a pass that `visit_layers` is visiting.
         parts: of its contexts (contexts, positions, d).
         dtype: of the computation; float64 for what is exact.
-        check_all: compare all contexts; else the first only, which shows as well whether the layer is affine.
 
     Raises:
         WorkError: queries and keys of this layer are no affine function of the stream even with frozen norms.
     """
     try:
         by_groups = parts.by_groups() if isinstance(parts, Decomposition) else parts
-        return _split(layer_pass, by_groups, dtype, check_all)
+        return _split(layer_pass, by_groups, dtype)
     except WorkError as error:
         raise WorkError(
             f"layer {layer_pass.layer} ({layer_pass.name}): its logits cannot be split: {error}"
         ) from error
 
 
-def _split(
-    layer_pass: LayerPass, parts: DecompositionByGroups, dtype: torch.dtype, check_all: bool
-) -> SplitQueriesAndKeys:
+def _split(layer_pass: LayerPass, parts: DecompositionByGroups, dtype: torch.dtype) -> SplitQueriesAndKeys:
     _check_reads_stream(layer_pass)
     norm, entered = _frozen_norm(layer_pass, dtype), layer_pass.entered.to(dtype)
     attention, per_context = frozen_attention(layer_pass.attention, layer_pass.call, entered)
@@ -250,7 +244,7 @@ def _split(
         "ctx": (level[0] - mean[0], level[1] - mean[1]),
         "bias": at_zero if norm is None or not norm.bias.any() else send(norm.bias.expand_as(batch)),
     }
-    checked = contexts if check_all or per_context else 1
+    checked = contexts if per_context else 1
     first = each[:checked]
     resid = image(parts.resid(groups[0], checked), first, first)
     if groups[1] is not groups[0]:

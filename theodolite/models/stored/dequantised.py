@@ -30,18 +30,8 @@ SCALE = re.compile(r"[._](scales?(_inv|_\d+)?|SCB|scb|zero_points?|q?zeros|g_idx
 
 WHAT_TO_DO = "give a dequantised copy (bfloat16 or float32)"
 
-SIZES = (1.0, 0.7, 1 / 3)
-"""Of the rows. A fixed grid rounds them differently; none is above one, which more of the fixed ranges would cut."""
-
 EXACT = 2**-6
 """Relative error, in the norm, of answers to zeros and ones: roundings to bfloat16 (2⁻⁹) and half a step of 127."""
-
-EIGHT_BITS = 2**-4
-"""The same of answers to random rows, whose entries int8 rounds by 1 % of their root mean square and float8_e4m3 by
-3 %; by four bits it is 9 % or more."""
-
-OF_WEIGHTS = ("", ".weight", ".input")
-"""Before the name of a scale: others (`embed_scale`, `logit_scale`) are a model's own."""
 
 Answer = Callable[[Tensor], Float64[Tensor, "rows outputs"]]
 """What a layer makes of rows, without its bias."""
@@ -65,7 +55,9 @@ def is_quantised(module: nn.Module) -> bool:
     """Tell whether the module has a weight of no float type or of its own class, or is linear with scales."""
     held = [*module._parameters.items(), *module._buffers.items()]
     tensors = {key: tensor for key, tensor in held if tensor is not None}
-    scales = {key for key in tensors if SCALE.search("." + key) and SCALE.sub("", "." + key) in OF_WEIGHTS}
+    # Scales of other names (`embed_scale`, `logit_scale`) are a model's own.
+    of_weights = ("", ".weight", ".input")
+    scales = {key for key in tensors if SCALE.search("." + key) and SCALE.sub("", "." + key) in of_weights}
     weights = {key for key in tensors if key in module._parameters or "weight" in key} - scales
     matrices = {key for key in weights if tensors[key].ndim > 1}
     no_packing = (*FLOATS.values(), torch.bool, torch.int64)  # of weights, masks and indices
@@ -122,9 +114,11 @@ def _matrices(layer: nn.Module, width: int, answer: Answer) -> Iterator[Float64[
 def _explains(weight: Float64[Tensor, "outputs width"], answer: Answer) -> bool:
     """Tell whether the answers to zeros and ones, and to random rows, of several sizes are these times the weight."""
     normal = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for rows, error in (((normal > 0).double(), EXACT), (normal, EIGHT_BITS)):
+    # Of random rows int8 rounds by 1 % of their root mean square and float8_e4m3 by 3 %; four bits by 9 % or more.
+    for rows, error in (((normal > 0).double(), EXACT), (normal, 2**-4)):
         expected = rows.to(weight.device) @ weight.T
-        for size in SIZES:
+        # A fixed grid rounds sizes differently; none is above one, which more of the fixed ranges would cut.
+        for size in (1.0, 0.7, 1 / 3):
             answers = answer(size * rows) / size
             off = (
                 torch.linalg.vector_norm(answers - expected) if answers.shape == expected.shape else torch.inf
