@@ -234,7 +234,7 @@ def test_other_functions(function):
 def test_a_vector_of_zeros_has_no_direction():
     given, norm = torch.zeros(1, 2, 9, dtype=torch.float64), nn.LayerNorm(9).double().requires_grad_(False)
     nn.init.normal_(norm.bias)
-    torch.testing.assert_close(FrozenNorm(norm, given)(given), norm(given))
+    torch.testing.assert_close(FrozenNorm(norm, given, norm(given), "LayerNorm")(given), norm(given))
 
 
 class ByHead(nn.Module):

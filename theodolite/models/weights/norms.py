@@ -76,7 +76,6 @@ class NormCalls(TorchFunctionMode):
         self._answer = answer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Hand a norm's call on."""
         output = func(*args, **(kwargs or {}))
         if func not in (functional.layer_norm, functional.rms_norm, functional.normalize):
             return output
@@ -142,15 +141,21 @@ class Norms:
         ]
 
 
-class FrozenNorm(nn.Module):
+class FrozenNorm:
     """A norm as it acted on `inputs` (…, width): x ↦ scale · gain ⊙ (x − centre(x)) + bias.
 
-    The scale of each vector is the one that fits the norm's output for it best; `verified` checks how well. `norm`
-    must act on the last dimension; gains may differ along the others but the first (Cohere's differ from head to head).
+    The scale of each vector is the one that fits best; `WorkError`, with its `name`, where this is not the model's
+    `output`. `norm` must act on the last dimension; gains may differ along the others but the first (Cohere's heads).
     """
 
-    def __init__(self, norm: Callable[[Tensor], Tensor], inputs: Tensor) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        norm: Callable[[Tensor], Tensor],
+        inputs: Tensor,
+        output: Tensor,
+        name: str,
+        error: float = EXACT,
+    ) -> None:
         first = inputs[:1]
         signs = 1.0 - 2.0 * (torch.arange(first.shape[-1], device=first.device, dtype=first.dtype) % 2)
         signs = signs.expand_as(first)
@@ -163,25 +168,17 @@ class FrozenNorm(nn.Module):
         direction, moved = self.direction(inputs), norm(inputs) - self.bias
         squared = torch.linalg.vecdot(direction, direction).clamp_min(torch.finfo(inputs.dtype).tiny)
         self.scale = (torch.linalg.vecdot(direction, moved) / squared).unsqueeze(-1)
+        off = relative_error(self(inputs), output)
+        if not off <= error:
+            raise WorkError(f"{name} is no norm with one scale a vector (relative error {off:.1e})")
 
     def direction(self, x: Tensor) -> Tensor:
         """Compute gain ⊙ (x − centre(x)): what depends on x, not yet scaled."""
         return self.gain * self._centre(x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Apply the whole affine function."""
         return self.direction(x) * self.scale + self.bias
-
-    @classmethod
-    def verified(
-        cls, norm: Callable[[Tensor], Tensor], inputs: Tensor, output: Tensor, name: str, tolerance: float
-    ) -> FrozenNorm:
-        """Freeze the norm at `inputs`; `WorkError`, with its `name`, unless it then gives the model's `output`."""
-        frozen = cls(norm, inputs)
-        error = relative_error(frozen(inputs), output)
-        if not error <= tolerance:
-            raise WorkError(f"{name} is no norm with one scale a vector (relative error {error:.1e})")
-        return frozen
 
     def _centre(self, x: Tensor) -> Tensor:
         return x - x.mean(dim=-1, keepdim=True) if self.centred else x
@@ -222,7 +219,7 @@ def frozen_attention(
         if x is None or not isinstance(output, Tensor):
             raise WorkError(f"{name} is no norm of one tensor")
         try:
-            norms.instead[number] = FrozenNorm.verified(norm, x, output, name, EXACT)
+            norms.instead[number] = FrozenNorm(norm, x, output, name)
         except (WorkError, RuntimeError):
             if not isinstance(norm, FunctionNorm):
                 raise  # a function may be of a weight: the whole is verified after all
