@@ -140,7 +140,9 @@ def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
         return tensor
     mesh, ranks_of, group = tensor.device_mesh, distributed.get_process_group_ranks, head_group(module)
     over_heads = {
-        dim for dim in range(mesh.ndim) if group and ranks_of(mesh.get_group(dim)) == ranks_of(group)
+        dim
+        for dim in range(mesh.ndim)
+        if group is not None and ranks_of(mesh.get_group(dim)) == ranks_of(group)
     }
     placements = [p if dim in over_heads else Replicate() for dim, p in enumerate(tensor.placements)]
     # Keys that all heads share have their gradient from all of them.
