@@ -104,7 +104,7 @@ class StoredTensor:
 
 def _read_header(path: Path) -> tuple[dict[str, Any], list[tuple[str, StoredTensor]]]:
     """Read the metadata of a file, of an array of strings its length, and where its tensors lie."""
-    data = np.memmap(path, np.uint8, "r")
+    data: Any = np.memmap(path, np.uint8, "r")
     version, count, keys = struct.unpack_from("<IQQ", data, 4)
     if version not in (2, 3):
         raise ValueError(f"version {version} of the format is not read")

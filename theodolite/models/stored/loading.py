@@ -272,7 +272,7 @@ class StoredTensors(Protocol):
 def gguf_tensors(path: Path, architecture: Any, config: Any, dtype: Any) -> StoredTensors:
     """Make the skeleton of a GGUF model, with the places of its tensors; of dtype "auto" they become float32."""
     skeleton = build_skeleton(on_meta(path, architecture, config, dtype_named(dtype, torch.float32)))
-    return gguf_module().GgufTensors(path, skeleton)  # type: ignore[no-any-return]
+    return gguf_module().GgufTensors(path, skeleton)
 
 
 def dtype_named(dtype: str | torch.dtype, auto: torch.dtype) -> torch.dtype:

@@ -100,11 +100,11 @@ def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights
             read = [side for side in mapped if side is not None and side[1] is not None]
             if len(read) == len(mapped):
                 heads = len(read[0][0])
-                weights, biases = (
+                (w_q, w_k, w_v), (b_q, b_k, b_v) = (
                     [_repeated(tensor, heads) for tensor in part if tensor is not None]
                     for part in zip(*read, strict=True)
                 )
-                return HeadWeights(*weights, *biases, scaling, BEFORE_NORM if norms else EXACT)
+                return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, scaling, BEFORE_NORM if norms else EXACT)
         return None
 
     if any(p.is_meta for p in attention.parameters()) and not hooked_by_accelerate(attention):
@@ -170,8 +170,9 @@ def _affine_weights(module: nn.Module, call: Call, projection: str) -> HeadWeigh
         others = _sides(sent(nothing, 1, call.with_others_changed()))
         if not all(map(torch.equal, others, biases)):
             return None
-    of_heads = (w.transpose(0, 1).contiguous() for w in weights)
-    return HeadWeights(*of_heads, *(b[0] for b in biases), at_zero.scaling, projection)
+    w_q, w_k, w_v = (w.transpose(0, 1).contiguous() for w in weights)
+    b_q, b_k, b_v = (b[0] for b in biases)
+    return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, at_zero.scaling, projection)
 
 
 def _positions_taken(call: Call, send: Callable[[int], object]) -> int:
