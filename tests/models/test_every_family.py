@@ -256,8 +256,9 @@ def check_replacement(family: str, model: OpenModel) -> None:
     """Oracle: `read_head_weights`, also where queries and keys are normalised after their projection (qwen3)."""
     with torch.no_grad():
         (found,) = find_projections(model.hf, model.structure, model.calls, [1], replacing=True)
-    before, last = _read(model), found.query.heads - 1
-    with replaced([(found.query, [last], found.query.matrix([last]) / 2)]):
+    before, last, matrix = _read(model), HEADS - 1, found.query.matrix().clone()
+    matrix[len(matrix) * last // HEADS :] /= 2
+    with replaced([(found.query, matrix)]):
         inside = _read(model)
     torch.testing.assert_close(inside.w_q[last], before.w_q[last] / 2, rtol=1e-6, atol=1e-7)
     assert torch.equal(inside.w_q[:last], before.w_q[:last])

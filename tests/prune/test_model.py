@@ -242,11 +242,18 @@ def test_a_factored_folder_that_is_not_whole_is_refused(tmp_path, anew):
         open_model(out)
     (out / "dense.safetensors").write_bytes(dense)
     pieces, notes = read_matrices(out / "block-001.safetensors")
-    rows = torch.tensor([*range(31), 30])
-    broken = [replace(piece, rows=rows) if piece.key == "q" else piece for piece in pieces]
-    write_checked(out / "block-001.safetensors", *packed_block(broken, notes))
-    with pytest.raises(WorkError, match=r"out is damaged: transformer\.h\.1\.attn\.c_attn\.weight: "):
-        open_model(out)
+    left, right = torch.ones(32, 2), torch.ones(2, 32)
+    for parts in (
+        {"rows": torch.tensor([*range(31), 30])},
+        {"rows": torch.arange(32).float()},
+        {"left": left},
+        {"right": right},
+        {"left": left, "right": right[:1]},
+    ):
+        broken = [replace(piece, **parts) if piece.key == "q" else piece for piece in pieces]
+        write_checked(out / "block-001.safetensors", *packed_block(broken, notes))
+        with pytest.raises(WorkError, match=r"out is damaged: transformer\.h\.1\.attn\.c_attn\.weight: "):
+            open_model(out)
     (out / "block-001.safetensors").unlink()
     with pytest.raises(WorkError, match=r"lacks 4 of the model's tensors \(first: transformer\.h\.1\.attn"):
         open_model(out)

@@ -116,7 +116,7 @@ class PatternPass:
         first = torch.zeros(len(h), dtype=torch.int64)
         parts = decompose_by_groups(h, *self.means(layer), first, first + 1)
         try:
-            split = split_queries_and_keys(layer_pass, parts, working_dtype(h), check_all=False)
+            split = split_queries_and_keys(layer_pass, parts, working_dtype(h))
         except WorkError as error:
             self.notes["refused"][str(layer)] = str(error)
             return

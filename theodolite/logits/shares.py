@@ -136,9 +136,7 @@ class SharesPass:
         ).cpu()
         parts = self._parts(layer_pass, self.groups[rows])
         try:
-            split = split_queries_and_keys(
-                layer_pass, parts, working_dtype(layer_pass.stream), check_all=False
-            )
+            split = split_queries_and_keys(layer_pass, parts, working_dtype(layer_pass.stream))
         except WorkError as error:
             self.notes["refused"][str(layer)] = str(error)
             return

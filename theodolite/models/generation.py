@@ -26,9 +26,8 @@ def continued(
     """Continue every context by `count` tokens of greedy decoding with the model's own cache.
 
     A context is read as one text, not cut where it ends a sequence. `selection` then says from which position on the
-    tokens are the model's (`written_from`). The first context's logits as it was written are compared with those of
-    the finished text read at once: where they are the same, attention as the model wrote is that which a pass over the
-    corpus reads.
+    tokens are the model's (`written_from`). Attention as the model wrote is that which a pass over the corpus reads:
+    the first context's logits are compared.
 
     Args:
         model: from `open_model`; causal, with an output head.

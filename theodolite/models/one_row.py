@@ -1,7 +1,6 @@
-"""Contexts packed into one row of tokens: where each is, and its attention by itself.
+"""Contexts packed into one row of tokens, (tokens, width) or (1, tokens, width): where each is, and its attention.
 
-Blocks that are trained with packed texts read (tokens, width) or (1, tokens, width), with positions that begin again
-and a mask of texts. Whoever runs the model says how many contexts a row holds (`reading`).
+Whoever runs the model says how many contexts a row holds (`reading`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ IN_ONE_ROW = (
     "give open_module a forward that hands all contexts over at once, in one row with positions from 0 in each and a "
     "mask that keeps them apart"
 )
-"""What to do, for the end of a message."""
 
 
 @contextmanager

@@ -80,6 +80,7 @@ class OpenModel:
         structure: Structure,
         calls: Calls,
         inputs: Sequence[AttentionInputs],
+        streamed: StreamedBlocks | None = None,
         **rest: Any,
     ) -> OpenModel:
         """Make it of what `verified_parts` gives; `UsageError` where queries attend to keys of other tokens."""
@@ -97,6 +98,7 @@ class OpenModel:
             causal=causal,
             positions=positions_of(source, calls[structure.attending[0]], bias),
             calls=calls,
+            streamed=streamed,
             _checksum=weights_checksum(source.root) if named else None,
             **rest,
         )

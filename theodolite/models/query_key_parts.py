@@ -1,8 +1,7 @@
 """Queries and keys of a layer, split into what each part of the hidden states contributes.
 
-What the model does between the residual stream and its queries and keys (a norm, a projection, rotation, perhaps
-another norm) is affine once the norms' scales are held. So each part of the stream is sent the same way by itself:
-through the norm at its frozen scale, then through the attention module, called as the model calls it.
+What the model does between the residual stream and its queries and keys (norms, a projection, rotation) is affine once
+the norms' scales are held. So each part of the stream is sent the same way by itself.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class SplitQueriesAndKeys:
     """Parts of one layer's queries and keys in the order of `PARTS`; they sum to what the model itself had.
 
     `rounding` is the relative difference of the parts, each computed by itself, from the model's queries or
-    keys, the larger of the two; that difference is in the part `resid`.
+    keys, the larger of the two; it is in the part `resid`.
     """
 
     query: Float[Tensor, "parts contexts heads positions head_width"]
@@ -75,15 +74,11 @@ class _LastLayerDone(Exception):
 
 @measures("model")
 def visit_layers(
-    model: OpenModel,
-    inputs: Inputs,
-    layers: range | list[int],
-    visit: Callable[[LayerPass], None],
+    model: OpenModel, inputs: Inputs, layers: range | list[int], visit: Callable[[LayerPass], None]
 ) -> None:
     """Run the model on token ids or pixels and visit each of `layers` as it comes; the pass ends with the last of them.
 
-    The model computes with its own attention, so that every stream is exactly its own; while `visit` runs, the tap
-    calls `stop_at_tap`.
+    The model computes with its own attention; while `visit` runs, the tap calls `stop_at_tap`.
     """
     structure = model.structure
     turns = Turns(structure.attention)
@@ -107,11 +102,9 @@ def visit_layers(
         if module in around and args and args[0] is entering and isinstance(output, Tensor):
             made_of_it.append((module, output))
 
-    def leave_function(function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
-        """Return what a norm gives that is called as a function, perhaps by a module that is a norm."""
-        output = function(x, *args, **kwargs)
+    def leave_function(norm: FunctionNorm, x: Tensor, output: Tensor) -> Tensor:
         if x is entering and not visiting:
-            made_of_it.append((FunctionNorm(function, args, kwargs), output))
+            made_of_it.append((norm, output))
         return output
 
     def enter_attention(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -124,7 +117,10 @@ def visit_layers(
         assert entering is not None
         call = Call(args, kwargs, structure.attention_layout).without_cache()
         stream = structure.layout.ordered(entering)
-        norm = None if _equal(call.hidden, stream) else _norm_among(made_of_it, call.entered)
+        # The very tensor first: another norm of the block may give equal numbers. A function may be a module's own.
+        made_of_it.sort(key=lambda pair: (pair[1] is not call.entered, isinstance(pair[0], FunctionNorm)))
+        norms = (norm for norm, output in made_of_it if _equal(output, call.entered))
+        norm = None if _equal(call.hidden, stream) else next(norms, None)
         visiting = True
         try:
             with tapped(model.root, stop_at_tap):
@@ -146,13 +142,6 @@ def visit_layers(
         model.forward(inputs)
 
 
-def _norm_among(candidates: list[tuple[nn.Module, Tensor]], entered: Tensor) -> nn.Module | None:
-    """Find the module that made what entered attention, by its output."""
-    # The very tensor first: another norm of the block may give equal numbers. A function may be a module's own.
-    in_turn = sorted(candidates, key=lambda pair: (pair[1] is not entered, isinstance(pair[0], FunctionNorm)))
-    return next((module for module, output in in_turn if _equal(output, entered)), None)
-
-
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and torch.equal(a, b))
 
@@ -162,69 +151,63 @@ def of_streams(
 ) -> LayerPass:
     """Return the same layer's pass for other contexts of that length, given the stream that enters its block.
 
-    Args:
-        first: the first of them is that of the pass, and is compared with it.
-
-    Raises:
-        WorkError: these streams alone do not say what attention reads: it has something else of the context, or what
-            enters the block is not what the one before left.
+    With `first`, the first of them is that of the pass, and is compared with it. `WorkError` where these streams alone
+    do not say what attention reads: it has something else of the context, or the block does not get what was left.
     """
+    _check_reads_stream(layer_pass)
     stream = streams.to(layer_pass.stream)
-    if layer_pass.entered.shape != layer_pass.stream.shape or layer_pass.cross:
-        raise WorkError("attention reads something else than the residual stream")
-    if layer_pass.norm is None and not _equal(layer_pass.entered, layer_pass.stream):
-        raise WorkError("no module turns the stream into what attention reads")
     entered = stream if layer_pass.norm is None else layer_pass.norm(stream)
     inputs = run_until_tap(layer_pass.attention, layer_pass.call, entered)
-    pairs = (
-        (entered, layer_pass.entered),
-        (inputs.query, layer_pass.inputs.query),
-        (inputs.key, layer_pass.inputs.key),
-    )
+    of_pass = layer_pass.inputs
+    pairs = ((entered, layer_pass.entered), (inputs.query, of_pass.query), (inputs.key, of_pass.key))
     for computed, expected in pairs if first else ():
         if relative_error(computed[:1], expected) > _tolerance(expected):
             raise WorkError("attention reads something else of a context than its stream")
     return replace(layer_pass, stream=stream, entered=entered, inputs=inputs)
 
 
+def _check_reads_stream(layer_pass: LayerPass) -> None:
+    """Raise `WorkError` unless attention reads the residual stream, as it is or behind a norm."""
+    if layer_pass.cross:
+        raise WorkError("its keys are made of the encoder's states, and these are the decoder's parts")
+    if layer_pass.entered.shape != layer_pass.stream.shape:
+        raise WorkError(
+            "attention does not read the residual stream as it is, but something else of another width"
+        )
+    if layer_pass.norm is None and not _equal(layer_pass.entered, layer_pass.stream):
+        raise WorkError("no module of the block turns the residual stream into what enters attention")
+
+
 def split_queries_and_keys(
-    layer_pass: LayerPass,
-    parts: Decomposition | DecompositionByGroups,
-    dtype: torch.dtype,
-    check_all: bool = True,
+    layer_pass: LayerPass, parts: Decomposition | DecompositionByGroups, dtype: torch.dtype
 ) -> SplitQueriesAndKeys:
     """Split one layer's queries and keys; `parts` are those of `layer_pass.stream` and sum to it.
 
-    The query of a hidden state h is affine in h once the scale s of each norm is held at its value for h:
-    `mean`, `pos` and `ctx` are the linear images of these parts, `bias` is the image of zero (biases of the
-    norm and of the projection), each computed by itself in `dtype`. `resid` is computed by itself too, and the
-    sum compared with the model's own queries and keys; then it takes up the rounding that is left, so that the
-    parts always sum to the model's own.
+    The query of a hidden state h is affine in h once the scale s of each norm is held at its value for h: `mean`, `pos`
+    and `ctx` are the linear images of these parts, `bias` is the image of zero (biases of the norm and of the
+    projection). `resid` of the first context is computed by itself too, and the sum compared with the model's own
+    queries and keys; then it takes up the rounding that is left, so that the parts always sum to the model's own.
 
     Args:
         layer_pass: a pass that `visit_layers` is visiting.
         parts: of its contexts (contexts, positions, d).
         dtype: of the computation; float64 for what is exact.
-        check_all: compare all contexts; else the first only, which shows as well whether the layer is affine.
 
     Raises:
         WorkError: queries and keys of this layer are no affine function of the stream even with frozen norms.
     """
     try:
         by_groups = parts.by_groups() if isinstance(parts, Decomposition) else parts
-        return _split(layer_pass, by_groups, dtype, check_all)
+        return _split(layer_pass, by_groups, dtype)
     except WorkError as error:
         raise WorkError(
             f"layer {layer_pass.layer} ({layer_pass.name}): its logits cannot be split: {error}"
         ) from error
 
 
-def _split(
-    layer_pass: LayerPass, parts: DecompositionByGroups, dtype: torch.dtype, check_all: bool
-) -> SplitQueriesAndKeys:
-    if layer_pass.cross:
-        raise WorkError("its keys are made of the encoder's states, and these are the decoder's parts")
-    norm, entered = frozen_norm(layer_pass, dtype), layer_pass.entered.to(dtype)
+def _split(layer_pass: LayerPass, parts: DecompositionByGroups, dtype: torch.dtype) -> SplitQueriesAndKeys:
+    _check_reads_stream(layer_pass)
+    norm, entered = _frozen_norm(layer_pass, dtype), layer_pass.entered.to(dtype)
     attention, per_context = frozen_attention(layer_pass.attention, layer_pass.call, entered)
     batch = entered if per_context else entered[:1]
 
@@ -239,7 +222,7 @@ def _split(
         return query - at_zero[0], key - at_zero[1]
 
     def image(part: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute what parts of the stream add to queries and keys: to each context's those that are its own."""
+        """Compute what parts of the stream add to the queries and keys of the contexts that have them."""
         part = part.to(layer_pass.stream.device, dtype)
         part = part if norm is None else norm.direction(part)
         scale = part.new_ones(1, 1, 1) if norm is None else norm.scale[: len(query)]
@@ -261,7 +244,7 @@ def _split(
         "ctx": (level[0] - mean[0], level[1] - mean[1]),
         "bias": at_zero if norm is None or not norm.bias.any() else send(norm.bias.expand_as(batch)),
     }
-    checked = contexts if check_all or per_context else 1
+    checked = contexts if per_context else 1
     first = each[:checked]
     resid = image(parts.resid(groups[0], checked), first, first)
     if groups[1] is not groups[0]:
@@ -282,15 +265,9 @@ def _split(
     return SplitQueriesAndKeys(both[0], both[1], layer_pass.inputs, rounding)
 
 
-def frozen_norm(layer_pass: LayerPass, dtype: torch.dtype) -> FrozenNorm | None:
+def _frozen_norm(layer_pass: LayerPass, dtype: torch.dtype) -> FrozenNorm | None:
     """Freeze the norm before the heads at the stream of a pass; None where there is none."""
-    if layer_pass.entered.shape != layer_pass.stream.shape:
-        raise WorkError(
-            "attention does not read the residual stream as it is, but something else of another width"
-        )
     if layer_pass.norm is None:
-        if not _equal(layer_pass.entered, layer_pass.stream):
-            raise WorkError("no module of the block turns the residual stream into what enters attention")
         return None
     copy = copy_in_dtype(layer_pass.norm, dtype)
     # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
@@ -300,7 +277,7 @@ def frozen_norm(layer_pass: LayerPass, dtype: torch.dtype) -> FrozenNorm | None:
         return copy(x.to(norm_dtype)).to(x.dtype)
 
     tolerance, name = _tolerance(layer_pass.stream, layer_pass.entered), type(layer_pass.norm).__name__
-    return FrozenNorm.verified(norm, layer_pass.stream.to(dtype), layer_pass.entered, name, tolerance)
+    return FrozenNorm(norm, layer_pass.stream.to(dtype), layer_pass.entered, name, tolerance)
 
 
 def _tolerance(*computed: Tensor) -> float:

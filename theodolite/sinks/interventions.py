@@ -212,7 +212,7 @@ def without_low_rank(
             low_rank = left @ right
             shares[name] = float(low_rank.square().sum() / matrix.square().sum().clamp_min(1e-300))
             remaining[name] = matrix - low_rank
-        replacements = [(projection, None, remaining[name]) for name, projection in projections.items()]
+        replacements = [(projection, remaining[name]) for name, projection in projections.items()]
     described_as = described("without_low_rank", layer=layer, **remaining)
     with model.intervention(described_as, replaced(replacements)):
         yield shares
@@ -291,8 +291,7 @@ def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[s
         (of_layer,) = find_projections(
             model.root, model.structure, calls, [layer], replacing=True, maps=model.weight_maps
         )
-    projections = {"q": of_layer.query, "k": of_layer.key, "v": of_layer.value}
-    wanted = {name: projection for name, projection in projections.items() if name in names and projection}
+    wanted = {name: projection for name, projection in of_layer.by_name.items() if name in names}
     if len(wanted) < len(names):
         module = model.structure.names[layer]
         raise UsageError(f"layer {layer}: the values of {module} are not its input times one weight matrix")

@@ -26,8 +26,7 @@ from theodolite.models.structure_search import find_structure
 from theodolite.models.training import shards
 from theodolite.models.training.shards import GatheredParameters, GradientShard
 from theodolite.models.training.training_model import evaluation_mode, training_source
-from theodolite.models.weights.logit_rows import LogitRows
-from theodolite.models.weights.weight_map import Projection, Projections, find_projections
+from theodolite.models.weights.weight_map import LogitRows, Projection, Projections, find_projections
 from theodolite.system.choices import check_whole
 from theodolite.theory.checks import check_real
 

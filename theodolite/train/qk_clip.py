@@ -1,7 +1,7 @@
 """QK-Clip (Kimi Team 2025, "Kimi K2", section 2.1): after an optimizer step, scale down heads with too large logits.
 
 How large logits are is measured by the monitor or by the caller; which rows of which weights make a head's logits is
-found by `models/weights/logit_rows.py`.
+found by `models/weights/weight_map.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from theodolite.models.opened import OpenModel
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training.shards import is_of_deepspeed, parallel_group
 from theodolite.models.training.training_model import evaluation_mode, training_source
-from theodolite.models.weights.logit_rows import POSITIONS, find_logit_rows
+from theodolite.models.weights.weight_map import POSITIONS, find_logit_rows
 from theodolite.train.callbacks import FOLDER, GeometryCallback
 from theodolite.train.geometry import Geometry
 from theodolite.train.locater import check_held, named

@@ -1,8 +1,7 @@
 """A checkpoint read in parts: a model without its weights, and the tensors of some modules at a time put into it.
 
-The parameters of this skeleton are on the meta device, which holds shapes and no numbers. To see who calls the
-attention, and with what, a forward pass is run while each is one row repeated (stride 0), which takes no memory. Names
-and shapes of a checkpoint's tensors are changed by `transformers`' own loader, which is given the few that are wanted.
+The parameters of this skeleton are on the meta device. To see who calls the attention, and with what, a forward pass is
+run while each is one row repeated (stride 0), which takes no memory.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import copy
 import functools
 import json
 from collections.abc import Callable, Container, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,7 @@ class CheckpointTensors:
     """A skeleton, and where the checkpoint keeps its tensors.
 
     Attributes:
-        kinds: the checkpoint's name of each tensor → its file and its type there.
-        names: the checkpoint's name of each tensor → the model's (the first, where one is cut into several).
+        kinds: the checkpoint's name of each tensor → its file and its type there; `names`: → the model's name.
         changes: what `transformers` does to names and tensors of this architecture on loading.
     """
 
@@ -71,19 +69,14 @@ class CheckpointTensors:
         )
         with loading.without_progress_bars(), ExitStack() as stack:
             # Opened anew every time: what was read of a mapped file counts as memory until it is closed.
-            files = {
-                path: stack.enter_context(safe_open(path, framework="pt"))
-                for path in {self.kinds[source][0] for source in sources}
-            }
+            paths = {self.kinds[source][0] for source in sources}
+            files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in paths}
             tensors = {source: files[self.kinds[source][0]].get_slice(source) for source in sources}
             outcome, _ = convert_and_load_state_dict_in_model(self.model, tensors, to)
-        missing = sorted(
-            name for name in outcome.missing_keys - self.model.all_tied_weights_keys.keys() if wanted(name)
-        )
-        if missing or outcome.mismatched_keys or outcome.conversion_errors:
-            raise CannotReadLazily(
-                f"the weights do not hold {(missing or [what])[0]} in the shape that config.json says"
-            )
+        missing = filter(wanted, sorted(outcome.missing_keys - self.model.all_tied_weights_keys.keys()))
+        lacking = next(missing, what if outcome.mismatched_keys or outcome.conversion_errors else None)
+        if lacking is not None:
+            raise CannotReadLazily(f"the weights do not hold {lacking} in the shape that config.json says")
         if outcome.unexpected_keys and getattr(self.model.config, "quantization_config", None):
             raise CannotReadLazily(f"{what} is quantised ({min(outcome.unexpected_keys)})")
 
@@ -91,8 +84,9 @@ class CheckpointTensors:
 def checkpoint_tensors(
     source: str | Path, dtype: str | torch.dtype, revision: str | None
 ) -> loading.StoredTensors:
-    """Make the skeleton of a checkpoint, with the places of its tensors, none of which is read."""
+    """Make the skeleton of a checkpoint, with the places of its tensors, named as `transformers`' own loader does."""
     from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     config = loading.config_of(source, revision)
     if is_gguf(source):
@@ -101,7 +95,7 @@ def checkpoint_tensors(
         raise CannotReadLazily("it has two towers, of which this is the one of text")
     if is_factored(Path(source)):
         raise CannotReadLazily("its matrices are factored")
-    if loading.has_adapter(source, revision) or adapter_in(Path(source)):
+    if loading.file_of(source, "adapter_config.json", revision) or adapter_in(Path(source)):
         raise CannotReadLazily("an adapter lies beside its weights")
     kinds: dict[str, tuple[str, str]] = {}
     for path in _files(source, config, revision):
@@ -112,8 +106,15 @@ def checkpoint_tensors(
     architecture = loading.architecture_of(source, config)
     model = loading.build_skeleton(loading.on_meta(source, architecture, config, wanted))
     changes = get_model_conversion_mapping(model)
-    names = _renamed(model, list(kinds), changes)
-    loading.refuse_left_over(source, model, sorted(set(names.values()) - model.state_dict().keys()))
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    known, names = model.state_dict(), {}
+    for source_name in kinds:
+        name, _ = rename_source_key(source_name, renamings, converters, model.base_model_prefix, known)
+        if name not in known and source_name in known:
+            name, _ = rename_source_key(source_name, [], [], model.base_model_prefix, known)
+        names[source_name] = name
+    loading.refuse_left_over(source, model, sorted(set(names.values()) - known.keys()))
     return CheckpointTensors(model, kinds, names, changes)
 
 
@@ -121,37 +122,21 @@ def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
     """List the files that `from_pretrained` would load."""
     if getattr(config, "transformers_weights", None):
         raise CannotReadLazily("its config names other files than model.safetensors")
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        file = loading.file_of(source, name, revision)
-        if file is not None:
-            if name == SAFE_WEIGHTS_NAME:
-                return [file]
-            return get_checkpoint_shard_files(source, file, revision=revision)[0]
+    if one := loading.file_of(source, SAFE_WEIGHTS_NAME, revision):
+        return [one]
+    if index := loading.file_of(source, SAFE_WEIGHTS_INDEX_NAME, revision):
+        return get_checkpoint_shard_files(source, index, revision=revision)[0]
     raise CannotReadLazily(f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
 
 
-def _renamed(model: PreTrainedModel, sources: list[str], changes: list[Any]) -> dict[str, str]:
-    """Find the model's name of each tensor of a checkpoint as `convert_and_load_state_dict_in_model` does."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
-    known, names = model.state_dict(), {}
-    for source in sources:
-        name, _ = rename_source_key(source, renamings, converters, model.base_model_prefix, known)
-        if name not in known and source in known:
-            name, _ = rename_source_key(source, [], [], model.base_model_prefix, known)
-        names[source] = name
-    return names
-
-
 @contextmanager
-def filled_with_rows(model: nn.Module, scale: float) -> Iterator[None]:
-    """Fill every tensor that a checkpoint holds with one row repeated, of numbers up to `scale`, while open."""
+def filled_with_rows(model: nn.Module, scale: float, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Fill every tensor that is not there yet with one row repeated, of numbers up to `scale`, while open."""
     filled_with: dict[Tensor, Tensor] = {}  # parameters that are tied stay so
     with put_back(model) as stored, _OneRow():
         for tensors, name, tensor in stored:
-            tensors[name] = filled_with.setdefault(tensor, _repeated(tensor, scale))
+            if tensor.is_meta:
+                tensors[name] = filled_with.setdefault(tensor, _repeated(tensor, scale, device))
         yield
 
 
@@ -161,12 +146,9 @@ def put_back(module: nn.Module) -> Iterator[list[tuple[dict[str, Any], str, Tens
     stored: list[tuple[dict[str, Any], str, Tensor]] = [
         (tensors, name, tensor)
         for child in module.modules()
-        for tensors, computed in (
-            (child._parameters, set()),
-            (child._buffers, child._non_persistent_buffers_set),
-        )
+        for tensors in (child._parameters, child._buffers)
         for name, tensor in tensors.items()
-        if tensor is not None and name not in computed and tensor.is_floating_point()
+        if tensor is not None and name not in child._non_persistent_buffers_set and tensor.is_floating_point()
     ]
     try:
         yield stored
@@ -175,9 +157,9 @@ def put_back(module: nn.Module) -> Iterator[list[tuple[dict[str, Any], str, Tens
             tensors[name] = tensor
 
 
-def _repeated(tensor: Tensor, scale: float) -> Tensor:
+def _repeated(tensor: Tensor, scale: float, device: torch.device | str) -> Tensor:
     # Cosines: norms would take a constant out.
-    row = scale * torch.arange(tensor.shape[-1] if tensor.ndim else 1).cos()
+    row = scale * torch.arange(tensor.shape[-1] if tensor.ndim else 1, device=device).cos()
     filled = row.to(tensor.dtype).expand(tensor.shape) if tensor.ndim else row[0].to(tensor.dtype)
     return nn.Parameter(filled, requires_grad=False) if isinstance(tensor, nn.Parameter) else filled
 
@@ -196,7 +178,7 @@ class _OneRow(TorchFunctionMode):
 
 
 class StreamedBlocks:
-    """The blocks of a skeleton, named in the order of the layers, which have their tensors while they are `present`.
+    """The blocks of a skeleton, which have their tensors while they are `present`.
 
     Attributes:
         readings: how often each block was read.
@@ -211,31 +193,33 @@ class StreamedBlocks:
         self.names = [name_of[block] for block in structure.blocks]
         self.readings = [0] * len(self.names)
         self.unswept: str | None = None
-        self._users = [0] * len(self.names)
+        self._present = set[int]()
         self._change: Callable[[int], None] | None = None
 
     @contextmanager
     def present(self, layer: int) -> Iterator[None]:
         """Load the tensors of a block while open; `WorkError` where they are no numbers."""
-        block, first, name = self._structure.blocks[layer], not self._users[layer], self.names[layer]
-        self._users[layer] += 1
+        if layer in self._present:
+            yield
+            return
+        block, name = self._structure.blocks[layer], self.names[layer]
+        self._present.add(layer)
         try:
-            with put_back(block) if first else nullcontext():
-                if first:
-                    # What is read within a pass without gradients is written to after it, too.
-                    with torch.inference_mode(False), torch.no_grad():
-                        self._tensors.load(lambda of: of.startswith(name + "."), name, self._device)
-                        self.readings[layer] += 1
-                        if self.readings[layer] == 1:
-                            loading.refuse_nonfinite_weights(block, name + ".")
-                        if self._change is not None:
-                            self._change(layer)
+            with put_back(block):
+                # What is read within a pass without gradients is written to after it, too.
+                with torch.inference_mode(False), torch.no_grad():
+                    self._tensors.load(lambda of: of.startswith(name + "."), name, self._device)
+                    self.readings[layer] += 1
+                    if self.readings[layer] == 1:
+                        loading.refuse_nonfinite_weights(block, name + ".")
+                    if self._change is not None:
+                        self._change(layer)
                 yield
         finally:
-            self._users[layer] -= 1
+            self._present.remove(layer)
 
     def load_rest(self) -> None:
-        """Read, for good, what lies outside the blocks; `WorkError` where it is not all there, or no numbers."""
+        """Read, for good, what lies outside the blocks."""
         model = self._tensors.model
         self._tensors.load(self._is_outside, "what is outside of its blocks", self._device)
         model.tie_weights()
@@ -283,8 +267,7 @@ class StreamedBlocks:
         model, files = self._tensors.model, len(self.names) + 1
         tied = model.all_tied_weights_keys  # of tied tensors, the one is written that others follow
         save_config(model, folder)
-        places: dict[str, str] = {}
-        size = 0
+        places, size = dict[str, str](), 0
         for number in range(files):
             name = f"model-{number + 1:05d}-of-{files:05d}.safetensors"
             if number < len(self.names):
@@ -301,10 +284,7 @@ class StreamedBlocks:
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model in memory as `transformers` does, without what it asks accelerate first.
-
-    That imports deepspeed for seconds, where it is installed, to learn whether it wraps the model.
-    """
+    """Write a model in memory as `transformers` does, which would import DeepSpeed, for seconds, to unwrap it."""
     with patch.object(modeling_utils, "unwrap_model", lambda model: model):
         model.save_pretrained(folder)
 

@@ -1,10 +1,9 @@
 """Quantised layers as plain ones: the matrix of a layer, read from what the layer answers. No quantiser is known here.
 
-A quantised linear layer answers e_i with column i of its W, whatever it keeps, in the rounding of its own arithmetic:
-its activations, where they are rounded too, have a grid of their own largest, on which zeros and ones lie (up to half a
-step of 127). A matrix that the layer has itself is taken where its answers are that matrix times its input. Zeros and
-ones of several sizes, and random rows, tell whether there is a matrix: with a fixed grid of activations (static scales)
-or fewer than eight bits there is none.
+A quantised linear layer answers e_i with column i of its W, in the rounding of its own arithmetic: activations, where
+they are rounded too, have a grid of their own largest, on which zeros and ones lie (up to half a step of 127). Zeros
+and ones of several sizes, and random rows, tell whether there is a matrix: with a fixed grid of activations (static
+scales) or fewer than eight bits there is none.
 """
 
 from __future__ import annotations
@@ -31,24 +30,8 @@ SCALE = re.compile(r"[._](scales?(_inv|_\d+)?|SCB|scb|zero_points?|q?zeros|g_idx
 
 WHAT_TO_DO = "give a dequantised copy (bfloat16 or float32)"
 
-ROWS = 1024
-"""Of the identity, sent at once."""
-
-SIZES = (1.0, 0.7, 1 / 3)
-"""Of the rows. A fixed grid rounds them differently; none is above one, which more of the fixed ranges would cut."""
-
 EXACT = 2**-6
 """Relative error, in the norm, of answers to zeros and ones: roundings to bfloat16 (2⁻⁹) and half a step of 127."""
-
-EIGHT_BITS = 2**-4
-"""The same of answers to random rows, whose entries int8 rounds by 1 % of their root mean square and float8_e4m3 by
-3 %; by four bits it is 9 % or more."""
-
-OF_WEIGHTS = ("", ".weight", ".input")
-"""Before the name of a scale: others (`embed_scale`, `logit_scale`) are a model's own."""
-
-REPACKED = "support_avx512bf16_for_cpu"
-"""What bitsandbytes asks, and nobody else has."""
 
 Answer = Callable[[Tensor], Float64[Tensor, "rows outputs"]]
 """What a layer makes of rows, without its bias."""
@@ -72,17 +55,18 @@ def is_quantised(module: nn.Module) -> bool:
     """Tell whether the module has a weight of no float type or of its own class, or is linear with scales."""
     held = [*module._parameters.items(), *module._buffers.items()]
     tensors = {key: tensor for key, tensor in held if tensor is not None}
-    scales = {key for key in tensors if SCALE.search("." + key) and SCALE.sub("", "." + key) in OF_WEIGHTS}
+    # Scales of other names (`embed_scale`, `logit_scale`) are a model's own.
+    of_weights = ("", ".weight", ".input")
+    scales = {key for key in tensors if SCALE.search("." + key) and SCALE.sub("", "." + key) in of_weights}
     weights = {key for key in tensors if key in module._parameters or "weight" in key} - scales
-    linear = isinstance(getattr(module, "in_features", None), int)
-    return any(_is_packed(tensors[key]) or has_own_class(tensors[key]) for key in weights) or bool(
-        linear and scales and any("weight" in key and tensors[key].ndim > 1 for key in weights)
-    )
-
-
-def _is_packed(tensor: Tensor) -> bool:
-    """Tell whether a matrix is in no type of float; masks and indices are no weights."""
-    return tensor.ndim > 1 and tensor.dtype not in (*FLOATS.values(), torch.bool, torch.int64)
+    matrices = {key for key in weights if tensors[key].ndim > 1}
+    no_packing = (*FLOATS.values(), torch.bool, torch.int64)  # of weights, masks and indices
+    if any(has_own_class(tensors[key]) for key in weights):
+        return True
+    if any(tensors[key].dtype not in no_packing for key in matrices):
+        return True
+    is_linear = isinstance(getattr(module, "in_features", None), int)
+    return is_linear and bool(scales) and any("weight" in key for key in matrices)
 
 
 def has_own_class(tensor: Tensor) -> bool:
@@ -95,15 +79,21 @@ def dequantised(name: str, layer: nn.Module) -> nn.Linear:
     width = getattr(layer, "in_features", None)
     if not isinstance(width, int):
         raise _unreadable(name, layer, "it does not say how wide its input is")
-    with _without_bias(layer):
+    bias = layer._parameters.get("bias", layer._buffers.get("bias"))
+    held = "_parameters" if "bias" in layer._parameters else "_buffers"
+    tensors = getattr(layer, held)  # in a mapping of any kind
+    # Without the bias, which would round the layer's answers.
+    setattr(layer, held, {key: None if key == "bias" else tensor for key, tensor in tensors.items()})
+    try:
         answer = _answers(name, layer, width)
         weight = next((each for each in _matrices(layer, width, answer) if _explains(each, answer)), None)
+    finally:
+        setattr(layer, held, tensors)
     if weight is None:
         why = "its answers do not add up, as where activations are rounded to a fixed grid"
         raise _unreadable(name, layer, why)
     plain = nn.Linear(width, len(weight), bias=False, device="meta", dtype=torch.float64)
     plain.weight = nn.Parameter(weight, requires_grad=False)
-    bias = _bias(layer)
     if bias is not None:
         plain.bias = nn.Parameter(bias.detach().to(weight), requires_grad=False)
     return plain.eval()
@@ -118,15 +108,17 @@ def _matrices(layer: nn.Module, width: int, answer: Answer) -> Iterator[Float64[
         if own.dtype in FLOATS.values() and own.shape[1:] == (width,):
             yield own.double()
     identity = torch.eye(width, dtype=torch.float64)
-    yield torch.cat([answer(rows) for rows in identity.split(ROWS)]).T.contiguous()
+    yield torch.cat([answer(rows) for rows in identity.split(1024)]).T.contiguous()
 
 
 def _explains(weight: Float64[Tensor, "outputs width"], answer: Answer) -> bool:
     """Tell whether the answers to zeros and ones, and to random rows, of several sizes are these times the weight."""
     normal = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for rows, error in (((normal > 0).double(), EXACT), (normal, EIGHT_BITS)):
+    # Of random rows int8 rounds by 1 % of their root mean square and float8_e4m3 by 3 %; four bits by 9 % or more.
+    for rows, error in (((normal > 0).double(), EXACT), (normal, 2**-4)):
         expected = rows.to(weight.device) @ weight.T
-        for size in SIZES:
+        # A fixed grid rounds sizes differently; none is above one, which more of the fixed ranges would cut.
+        for size in (1.0, 0.7, 1 / 3):
             answers = answer(size * rows) / size
             off = (
                 torch.linalg.vector_norm(answers - expected) if answers.shape == expected.shape else torch.inf
@@ -142,44 +134,29 @@ def not_repacked(model: nn.Module) -> Iterator[None]:
 
     On a CPU that multiplies in bfloat16, their first pass in evaluation mode rounds their scales to it, for good.
     """
-    layers: list[Any] = [m for m in model.modules() if getattr(m, REPACKED, False)]
+    layers: list[Any] = [m for m in model.modules() if getattr(m, "support_avx512bf16_for_cpu", False)]
     for layer in layers:
-        setattr(layer, REPACKED, False)
+        layer.support_avx512bf16_for_cpu = False
     try:
         yield
     finally:
         for layer in layers:
-            setattr(layer, REPACKED, True)
+            layer.support_avx512bf16_for_cpu = True
 
 
 @contextmanager
 def without_cast_warnings() -> Iterator[None]:
     """Keep bitsandbytes' 8-bit layers from saying at each call that they round their inputs, while open."""
+
+    def says_other(record: logging.LogRecord) -> bool:
+        return "inputs will be cast" not in record.getMessage()
+
     logger = logging.getLogger("bitsandbytes.autograd._functions")
-    logger.addFilter(_says_other)
+    logger.addFilter(says_other)
     try:
         yield
     finally:
-        logger.removeFilter(_says_other)
-
-
-def _says_other(record: logging.LogRecord) -> bool:
-    return "inputs will be cast" not in record.getMessage()
-
-
-@contextmanager
-def _without_bias(layer: nn.Module) -> Iterator[None]:
-    """Take the bias away while open, which would round the layer's answers. Its tensors may be in any mapping."""
-    if _bias(layer) is None:
-        yield
-        return
-    held = "_parameters" if "bias" in layer._parameters else "_buffers"
-    tensors = getattr(layer, held)
-    setattr(layer, held, {**tensors, "bias": None})
-    try:
-        yield
-    finally:
-        setattr(layer, held, tensors)
+        logger.removeFilter(says_other)
 
 
 def _answers(name: str, layer: nn.Module, width: int) -> Answer:
@@ -206,7 +183,3 @@ def _answers(name: str, layer: nn.Module, width: int) -> Answer:
 def _unreadable(name: str, layer: nn.Module, why: str) -> WorkError:
     kind = f"{type(layer).__name__} of {type(layer).__module__}"
     return WorkError(f"{name} is quantised ({kind}), and its weight cannot be read: {why}; {WHAT_TO_DO}")
-
-
-def _bias(layer: nn.Module) -> Tensor | None:
-    return layer._parameters.get("bias", layer._buffers.get("bias"))

@@ -34,12 +34,7 @@ BLOCK = "block-{:03d}.safetensors"
 
 @dataclass(frozen=True)
 class PrunedMatrix:
-    """One pruned matrix, sparse + left · right, and where it belongs: as `weights.block_matrices.Matrix` has it.
-
-    Attributes:
-        dimension: that of the outputs in the parameter, or in its slice of one expert.
-        rows: which outputs of the parameter, in the order of the matrix; None: all.
-    """
+    """One pruned matrix, sparse + left · right, and where it belongs: as `weights.block_matrices.Matrix` has it."""
 
     key: str
     parameter: str
@@ -54,10 +49,11 @@ class PrunedMatrix:
         """Add the parts up to the matrix that they stand for, rounded once; where they are, or on `device`."""
         device = device or self.sparse.device
         sparse = self.sparse.to(device)
-        if self.left is None or self.right is None:
+        factors = [factor.to(device).double() for factor in (self.left, self.right) if factor is not None]
+        if not factors:
             return sparse
-        low_rank = self.left.to(device).double() @ self.right.to(device).double()
-        return (sparse.double() + low_rank).to(sparse.dtype)
+        left, right = factors  # or a ValueError, where one of them is missing
+        return (sparse.double() + left @ right).to(sparse.dtype)
 
 
 def packed_block(
@@ -94,23 +90,13 @@ def _matrix(header: dict[str, Any], tensors: dict[str, Tensor]) -> PrunedMatrix:
     key, shape = header["key"], tuple(header.pop("shape"))
     sparse = unpacked(tensors[f"{key}/values"], tensors[f"{key}/bits"], shape)
     rows, left, right = (tensors.get(f"{key}/{name}") for name in ("rows", "left", "right"))
-    if (left is None) != (right is None):
-        raise ValueError(f"{key} has {'right' if left is None else 'left'} and no other factor")
-    if left is not None and right is not None:
-        rank = left.shape[-1]
-        if (left.shape, right.shape) != ((shape[0], rank), (rank, shape[1])):
-            raise ValueError(
-                f"{key}/left and {key}/right have the shapes {tuple(left.shape)}, {tuple(right.shape)}"
-            )
-    if rows is not None and (rows.dtype != torch.int64 or rows.shape != shape[:1]):
-        raise ValueError(f"{key}/rows are {rows.dtype} of shape {tuple(rows.shape)}")
     return PrunedMatrix(**header, rows=rows, sparse=sparse, left=left, right=right)
 
 
 def packed(
     matrix: Float[Tensor, "outputs inputs"],
 ) -> tuple[Float[Tensor, " nonzeros"], UInt8[Tensor, " bytes"]]:
-    """Pack the entries that are not zero, and the bits (the first entry the highest bit of the first byte)."""
+    """Pack the entries that are not zero, and the bits that say where they are."""
     nonzero = matrix != 0
     bits = np.packbits(nonzero.flatten().cpu().numpy())
     return matrix[nonzero].cpu(), torch.from_numpy(bits)

@@ -1,7 +1,7 @@
 """Read a model from GGUF files: its configuration, its tokenizer, and its weights, decoded a tensor at a time.
 
-`gguf` decodes the bytes; `transformers` knows how names and layouts become its own. What its maps leave out is set from
-the file. Refused are a key that is missing, one that has no setting, and a tensor without a place.
+`gguf` decodes the bytes; `transformers` knows names and layouts. What its maps leave out is set from the file. Refused
+are a key that is missing, one that has no setting, and a tensor without a place.
 """
 
 from __future__ import annotations
@@ -39,9 +39,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.system.checkpoint_folders import gguf_files
 
-BROKEN_FILE_ERRORS = (ValueError, LookupError, ArithmeticError, OSError, TypeError, struct.error)
-"""What reading a damaged header raises."""
-
 ANEW = "download it again, or convert the model anew"
 
 FAMILIES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "phi3")}
@@ -54,23 +51,23 @@ SETTINGS = {
     "expert_weights_norm": "norm_topk_prob",
     "attention.sliding_window": "sliding_window",
     "attention.sliding_window_pattern": "layer_types",
-    **{name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
 """Keys of a file, after its architecture → what configurations call them, where `transformers` doesn't map them."""
 
-OPTIONAL = {"vocab_size", "attention.head_count_kv", "attention.key_length"}
-OPTIONAL |= {"rope.dimension_count", "rope.freq_base"}
+OPTIONAL = {
+    *("vocab_size", "attention.head_count_kv", "attention.key_length"),
+    *("rope.dimension_count", "rope.freq_base"),
+}
 """Keys that `transformers` maps and a file may leave out: then a tensor has the value, or it is llama.cpp's default."""
 
-NEEDS_NO_SETTING = OPTIONAL | {"context_length", "feed_forward_length", "attention.value_length"}
-NEEDS_NO_SETTING |= {"rope.scale_linear", "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor"}
-NEEDS_NO_SETTING |= {
-    "rope.scaling.original_context_length",
-    "rope.scaling.attn_factor",
-    "rope.scaling.finetuned",
+NEEDS_NO_SETTING = OPTIONAL | {
+    *("context_length", "feed_forward_length", "attention.value_length"),
+    *("rope.scale_linear", "rope.freq_base_swa", "tensor_data_layout", "pooling_type"),
+    *(f"rope.scaling.{name}" for name in ("type", "factor", "original_context_length", "attn_factor")),
+    *(f"rope.scaling.{name}" for name in ("finetuned", "yarn_beta_fast", "yarn_beta_slow")),
 }
-NEEDS_NO_SETTING |= {"rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"}
-NEEDS_NO_SETTING |= {"tensor_data_layout", "pooling_type"}
 """Keys that are read here, that tensors show, too, or that change no logits."""
 
 NEUTRAL = {"attention.causal": True, "expert_gating_func": 1, "expert_weights_scale": 1}
@@ -80,16 +77,16 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 """Divisors of the rotary frequencies: a setting of the configuration, no weights."""
 
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-"""Of Gemma's models, those of 27B divide queries by √(width / heads) and the others by √(width of a head). No key says
-so: llama.cpp goes by the number of layers, too."""
+"""Gemma's models of 27B divide queries by √(width / heads), the others by √(width of a head). As in llama.cpp, the
+number of layers tells them."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = GGUF_PRE_TOKENIZER_SPLITS["llama3"]
 SPLITS = {"gpt-2": (_GPT2,), "smollm": (r"\p{N}", _GPT2)}
 """At what llama.cpp splits a text, one after the other, where `transformers` splits in one other way."""
 
-LIKE_LLAMA3 = {name for name, split in GGUF_PRE_TOKENIZER_SPLITS.items() if split == _LLAMA3}
-LIKE_LLAMA3 = LIKE_LLAMA3 - {"dbrx", "smaug-bpe"} | {"tekken"}
+LIKE_LLAMA3 = {name for name, split in GGUF_PRE_TOKENIZER_SPLITS.items() if split == _LLAMA3} | {"tekken"}
+LIKE_LLAMA3 -= {"dbrx", "smaug-bpe"}
 """With these splits, llama.cpp begins a text with BOS unless the file says otherwise, and takes a word that is in the
 vocabulary whole before it merges; `transformers` does neither."""
 
@@ -111,7 +108,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[tuple[str, StoredTens
     version, count, keys = struct.unpack_from("<IQQ", data, 4)
     if version not in (2, 3):
         raise ValueError(f"version {version} of the format is not read")
-    metadata, place = {}, 24
+    metadata, place = dict[str, Any](), 24
     for _ in range(keys):
         key, place = _read_string(data, place)
         metadata[key], place = _read_value(data, place + 4, *struct.unpack_from("<I", data, place))
@@ -131,13 +128,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[tuple[str, StoredTens
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The header of a model's GGUF files.
-
-    Attributes:
-        path: the first of them, whose metadata are the model's.
-        fields: its metadata; of an array of strings its length.
-        tensors: where the tensors of all files lie.
-    """
+    """The metadata in the first of a model's GGUF files, and where the tensors of all of them lie."""
 
     path: Path
     fields: dict[str, Any]
@@ -150,28 +141,25 @@ class GgufFile:
         for file in gguf_files(path):
             try:
                 headers[file] = _read_header(file)
-            except BROKEN_FILE_ERRORS as error:
+            except (ValueError, LookupError, ArithmeticError, OSError, TypeError, struct.error) as error:
                 plain = {ValueError: first_line(error), struct.error: "the file is cut short"}
                 reason = plain.get(type(error), f"its header is damaged ({first_line(error)})")
                 raise UsageError(f"cannot open {file}: {reason}: {ANEW}") from error
-        first = next(iter(headers))
-        fields, placed = headers[first][0], [entry for _, entries in headers.values() for entry in entries]
-        if not isinstance(fields.get("general.architecture"), str):
+        first, (fields, _) = next(iter(headers.items()))
+        if "general.architecture" not in fields:
             raise UsageError(f"cannot open {first}: it does not say its architecture: {ANEW}")
-        tensors = dict(placed)
-        if len(tensors) < len(placed):
-            raise UsageError(f"cannot open {first}: a tensor is there twice: {ANEW}")
-        return cls(first, fields, tensors)
+        return cls(first, fields, {name: at for _, tensors in headers.values() for name, at in tensors})
 
     def refused(self, reason: str) -> UsageError:
         """Return the error for a model that is not opened."""
         return UsageError(f"cannot open {self.path}: {reason}")
 
-    def unusable(self, key: str) -> UsageError:
-        """Return the error for a key that the model needs, and that is missing or no size."""
+    def check_size(self, key: str) -> None:
+        """Raise `UsageError` where a key that the model needs is missing or no size."""
         value = self.own().get(key)
-        state = "lack" if value is None else f"say {value!r} as"
-        return self.refused(f"its metadata {state} {self.architecture}.{key}: {ANEW}")
+        if not isinstance(value, int | float) or value <= 0:
+            state = "lack" if value is None else f"say {value!r} as"
+            raise self.refused(f"its metadata {state} {self.architecture}.{key}: {ANEW}")
 
     @property
     def architecture(self) -> str:
@@ -185,8 +173,7 @@ class GgufFile:
 
     def quantisation(self) -> dict[str, Any]:
         """Say how the weights are stored: by the file's own name for it, else by the type of most of them."""
-        counts: Counter[str] = Counter()
-        elements: Counter[str] = Counter()
+        counts, elements = Counter[str](), Counter[str]()
         for tensor in self.tensors.values():
             counts[tensor.kind.name] += 1
             elements[tensor.kind.name] += math.prod(tensor.shape)
@@ -210,10 +197,7 @@ class GgufFile:
 
 def gguf_config(path: Path) -> Any:
     """Make the configuration as `transformers` reads it and with what that leaves out; `UsageError` where it cannot."""
-    return AutoConfig.for_model(**_settings(GgufFile.read(path)))
-
-
-def _settings(file: GgufFile) -> dict[str, Any]:
+    file = GgufFile.read(path)
     metadata, tensors = file.own(), file.tensors
     family = FAMILIES.get(file.architecture)
     if family is None:
@@ -227,11 +211,9 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     known = default.to_dict().keys() | default.attribute_map.keys()
     places = {key: name for key, name in mapped.items() if name in known}
     # A file of experts may have no dense layers.
-    for key in sorted(
-        places.keys() - OPTIONAL - ({"feed_forward_length"} if "expert_count" in places else set())
-    ):
-        if not isinstance(metadata.get(key), int | float) or metadata[key] <= 0:
-            raise file.unusable(key)
+    optional = OPTIONAL | {"feed_forward_length"} if "expert_count" in places else OPTIONAL
+    for key in sorted(places.keys() - optional):
+        file.check_size(key)
     layers = metadata["block_count"]
     if layers > len(tensors):
         raise file.refused(f"its metadata say {layers} layers, its files hold {len(tensors)} tensors")
@@ -272,7 +254,7 @@ def _settings(file: GgufFile) -> dict[str, Any]:
             pattern = [bool((layer + 1) % pattern) for layer in range(layers)]
         settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
     settings["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
-    return settings | _rotary(file, metadata, settings, default)
+    return AutoConfig.for_model(**settings | _rotary(file, metadata, settings, default))
 
 
 def _rotary(
@@ -295,11 +277,11 @@ def _rotary(
     context = metadata.get("rope.scaling.original_context_length", metadata.get("context_length"))
     of_attention = metadata.get("rope.scaling.attn_factor", 1.0)
     divisors = [file.decoded(name).tolist() for name in ROPE_TENSORS if name in file.tensors]
+    if kind != "none" and not factor and not divisors:
+        file.check_size("rope.scaling.factor")
     if divisors:  # Llama 3's are the same for all lengths; Phi-3's are short, long
         scaling = {"rope_type": "longrope", "short_factor": divisors[0], "long_factor": divisors[-1]}
         scaling |= {"factor": 1.0, "attention_factor": of_attention}
-    elif kind != "none" and not factor:
-        raise file.unusable("rope.scaling.factor")
     elif kind == "yarn":
         of_attention *= 1 + 0.1 * math.log(factor)
         scaling = {"rope_type": "yarn", "factor": factor, "attention_factor": of_attention}
@@ -316,11 +298,7 @@ def _rotary(
 
 
 class GgufTensors:
-    """A model without its weights, and the tensors of a GGUF file that are put into it.
-
-    Raises:
-        WorkError: a tensor of the model is missing, or one of the file has no place.
-    """
+    """A model without its weights, and the tensors of a GGUF file for it; `WorkError` where one of either is left."""
 
     def __init__(self, path: Path, model: PreTrainedModel) -> None:
         self.model, self.file = model, GgufFile.read(path)
@@ -352,11 +330,10 @@ class GgufTensors:
         for name in filter(wanted, self._parts):
             module, _, own = name.rpartition(".")
             holder = self.model.get_submodule(module)
-            stored: Any = holder._parameters if own in holder._parameters else holder._buffers
-            skeleton = stored[own]
+            skeleton = getattr(holder, own)
             tensor = self._decoded(name, skeleton.shape).to(device, skeleton.dtype)
-            is_parameter = stored is holder._parameters
-            stored[own] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+            is_parameter = isinstance(skeleton, nn.Parameter)
+            setattr(holder, own, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
     def _decoded(self, name: str, shape: torch.Size) -> Tensor:
         parsed: dict[str, Any] = {"tensors": {}}  # where processors put what several tensors make up

@@ -1,7 +1,4 @@
-"""Weights and tokenizer from a folder, a GGUF file or the hub: no pickle, whole, finite, and no code of a checkpoint.
-
-What is opened is verified in `open.py`; nothing here knows of heads.
-"""
+"""Weights and tokenizer from a folder, a GGUF file or the hub: no pickle and no code of a checkpoint is run."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -58,8 +55,6 @@ LOADING_ERRORS = (
 )
 """What the loaders of transformers raise on broken or unknown checkpoints."""
 
-SUMMED_AT_ONCE = 2**22
-
 Tower = Literal["text", "vision"]
 """Of a checkpoint with two encoders beside each other, of text and of images (CLIP, SigLIP)."""
 
@@ -85,10 +80,7 @@ def without_progress_bars() -> Iterator[None]:
 class Checkpoint:
     """A checkpoint's place: its folder, its GGUF file (the first of several) or its name on the hub.
 
-    Attributes:
-        local: the folder or file, or None of one on the hub.
-        id: what it is called.
-        revision: of the hub: the commit, or what was asked for as long as that is not known.
+    `local` is None for one on the hub; `revision` is its commit there, or what was asked for until that is known.
     """
 
     place: str | Path
@@ -98,7 +90,7 @@ class Checkpoint:
 
     @classmethod
     def at(cls, path_or_id: str | Path | None, revision: str | None) -> Checkpoint:
-        """Find the checkpoint that a user names, by the address of its page if they like; None: the embedded model."""
+        """Find the checkpoint of a path, a name or the address of a page; None: the embedded model."""
         if page := of_page(str(path_or_id)):
             path_or_id, revision = page[0], revision or page[1]
         place = embedded.FOLDER if path_or_id is None else path_or_id
@@ -158,7 +150,7 @@ def architecture_of(source: str | Path, config: Any) -> Any:
 
 
 def config_of(source: str | Path, revision: str | None) -> Any:
-    """Read the config of a checkpoint without the name of an attention kernel, which may be a download."""
+    """Read the config of a checkpoint, without the name of an attention kernel, which may be a download."""
     if is_gguf(source):
         return gguf_module().gguf_config(Path(source))
     config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
@@ -219,12 +211,7 @@ def build_skeleton(model: PreTrainedModel) -> PreTrainedModel:
 def load(
     source: str | Path, config: Any, dtype: Any, device_map: Any, revision: str | None
 ) -> PreTrainedModel:
-    """Load the model of a checkpoint's own architecture.
-
-    Raises:
-        UsageError: the config asks for more than the files hold; a factored or GGUF checkpoint, and a `device_map`.
-        WorkError: tensors of the model are missing, or of layers that its config does not have are there.
-    """
+    """Load the model of a checkpoint's own architecture, complete and with nothing left over."""
     architecture = architecture_of(source, config)
     folder = Path(source)
     kind = "a GGUF file" if is_gguf(source) else "factored" if is_factored(folder) else None
@@ -236,7 +223,8 @@ def load(
         tensors.model.tie_weights()
         return tensors.model
     adapter = adapter_in(folder)
-    if (adapter or has_adapter(source, revision)) and not is_peft_available():
+    # Where an adapter is beside the weights, `transformers` loads both, if it finds PEFT.
+    if (adapter or file_of(source, "adapter_config.json", revision)) and not is_peft_available():
         raise UsageError(
             f"{source} has an adapter beside its weights, which PEFT reads: pip install peft, or merge it"
         )
@@ -244,23 +232,22 @@ def load(
     if is_factored(folder):
         factored: Any = load_factored(architecture, config, folder)
         return factored if dtype == "auto" else factored.to(dtype_named(dtype, factored.dtype))
-    with ExitStack() as stack:
-        scratch = None
-        if device_map is not None:
-            # What is offloaded in another form than the checkpoint's (most experts) goes there.
-            scratch = stack.enter_context(TemporaryDirectory(prefix="theodolite-offload-"))
-        with MAKING:
-            model, info = (architecture or AutoModel).from_pretrained(
-                source,
-                config=config,
-                dtype=dtype,
-                device_map=device_map,
-                offload_folder=scratch,
-                revision=revision,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+    with ExitStack() as stack, MAKING:
+        # What is offloaded in another form than the checkpoint's (most experts) goes there.
+        offload = (
+            TemporaryDirectory(prefix="theodolite-offload-") if device_map is not None else nullcontext()
+        )
+        model, info = (architecture or AutoModel).from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            device_map=device_map,
+            offload_folder=stack.enter_context(offload),
+            revision=revision,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
         weakref.finalize(model, stack.pop_all().close)
     refuse_left_over(source, model, sorted(info["unexpected_keys"]))
     missing = sorted(info["missing_keys"])
@@ -273,7 +260,7 @@ def load(
 
 
 class StoredTensors(Protocol):
-    """A skeleton, and what loads those of its tensors whose names are wanted (`what`: a name for all of them)."""
+    """A skeleton, and what loads its tensors."""
 
     @property
     def model(self) -> PreTrainedModel: ...  # noqa: D102
@@ -285,8 +272,7 @@ class StoredTensors(Protocol):
 def gguf_tensors(path: Path, architecture: Any, config: Any, dtype: Any) -> StoredTensors:
     """Make the skeleton of a GGUF model, with the places of its tensors; of dtype "auto" they become float32."""
     skeleton = build_skeleton(on_meta(path, architecture, config, dtype_named(dtype, torch.float32)))
-    tensors: StoredTensors = gguf_module().GgufTensors(path, skeleton)
-    return tensors
+    return gguf_module().GgufTensors(path, skeleton)
 
 
 def dtype_named(dtype: str | torch.dtype, auto: torch.dtype) -> torch.dtype:
@@ -295,22 +281,18 @@ def dtype_named(dtype: str | torch.dtype, auto: torch.dtype) -> torch.dtype:
     return named
 
 
-def has_adapter(source: str | Path, revision: str | None) -> bool:
-    """Tell whether an adapter is beside the weights: `transformers` then loads both, if it finds PEFT."""
-    return file_of(source, "adapter_config.json", revision) is not None
-
-
 def refuse_left_over(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:
     """Raise `WorkError` for tensors of more layers, or scales whose quantiser is not named; old buffers may be left."""
 
     def kind_of_name(name: str) -> str:
-        """Strip the numbers of layers and experts from a name."""
         return re.sub(r"\.\d+(?=\.)", ".#", name)
 
     known = {kind_of_name(name) for name, _ in model.named_parameters()}
-    for name in [] if getattr(model.config, "quantization_config", None) else unexpected:
+    quantised = getattr(model.config, "quantization_config", None)
+    for name in unexpected:
         weight = SCALE.sub("", name)
-        if weight != name and not known.isdisjoint({kind_of_name(weight + end) for end in ("", ".weight")}):
+        is_scale = weight != name and {kind_of_name(weight), kind_of_name(f"{weight}.weight")} & known
+        if is_scale and not quantised:
             raise WorkError(
                 f"{source}: tensor {name} scales {weight}, and config.json has no quantization_config: {WHAT_TO_DO}"
             )
@@ -323,15 +305,11 @@ def refuse_left_over(source: str | Path, model: nn.Module, unexpected: list[str]
 
 
 HANDED_ON: dict[tuple[str | Path, str | None], PreTrainedTokenizerBase | None] = {}
-"""The tokenizer that was read before weights, for who opens the same checkpoint next: one in GGUF takes seconds."""
+"""The tokenizer that was read before weights, for who opens the same checkpoint next."""
 
 
 def load_tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokenizerBase | None:
-    """Load the checkpoint's tokenizer: of a GGUF file its own, else the one saved beside it. None where there is none.
-
-    Raises:
-        UsageError: it is not known how a GGUF file's vocabulary splits a text, and no tokenizer is beside it.
-    """
+    """Load the checkpoint's tokenizer: of a GGUF file its own, else the one beside it; None where there is none."""
     if handed_on := HANDED_ON.pop((source, revision), None):
         return handed_on
     refused = None
@@ -353,7 +331,7 @@ def load_tokenizer(source: str | Path, revision: str | None) -> PreTrainedTokeni
                 return tokenizer
     if refused is not None:
         raise refused
-    return None  # random tokens and weights need none; a text without one is refused where it is read
+    return None
 
 
 def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
@@ -362,24 +340,22 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
         if parameter.is_meta or parameter.dtype not in FLOATS.values() or has_own_class(parameter):
             continue
         # One such number spoils a sum, which is read at the speed of memory; a sum may overflow by itself. It is of a
-        # few rows at a time, of which there is a copy in the wider type.
+        # part at a time, of which there is a copy in the wider type.
         wider = torch.promote_types(parameter.dtype, torch.float32)
-        total = sum(rows.sum(dtype=wider) for rows in parameter.detach().reshape(-1).split(SUMMED_AT_ONCE))
-        if not math.isfinite(total) and not torch.isfinite(parameter).all():
-            kind = "NaN" if torch.isnan(parameter).any() else "infinite"
-            if kind == "infinite" and parameter.dtype == torch.float16:
-                raise WorkError(
-                    f"tensor {prefix}{name} holds infinite values in float16: try --dtype float32"
-                )
-            raise WorkError(
-                f"tensor {prefix}{name} holds {kind} values: the checkpoint is broken, nothing to measure"
-            )
+        total = sum(part.sum(dtype=wider) for part in parameter.detach().reshape(-1).split(2**22))
+        if math.isfinite(total) or torch.isfinite(parameter).all():
+            continue
+        kind = "NaN" if torch.isnan(parameter).any() else "infinite"
+        why = ": the checkpoint is broken, nothing to measure"
+        if kind == "infinite" and parameter.dtype == torch.float16:
+            why = " in float16: try --dtype float32"
+        raise WorkError(f"tensor {prefix}{name} holds {kind} values{why}")
 
 
 def hash_checkpoint(
     folder: Path, show_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> str:
-    """Hash config and weights, of GGUF files all bytes; `show_progress` is told (bytes done, bytes in all)."""
+    """Hash config and weights, of GGUF files all bytes."""
     digest, done = hashlib.sha256(), 0
     paths = weight_files(folder) if is_gguf(folder) else [folder / "config.json", *weight_files(folder)]
     if adapter := adapter_in(folder):

@@ -1,7 +1,7 @@
-"""Check that the weights in memory are those that were opened; name them by a hash if they are not.
+"""Check that the weights in memory are those that were opened; name them by a SHA-256 if they are not.
 
 A write to `.data` leaves the version counters of tensors as they are, so all weights are read: by a CRC-32, at 2 GB a
-second. The name of changed weights is a SHA-256.
+second.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from theodolite.system.processor import parallel_map
 class Weights:
     """The identity of an opened model's weights.
 
-    Attributes:
-        sha256: of the checkpoint on disk, if that was local; of the tensors where they were `changed`, or where the
-            model was opened `in_memory`.
-        revision: the commit on the hub, if they are still those.
+    `sha256` is that of the checkpoint on disk, if that was local, or of the tensors where they were `changed` or the
+    model was opened `in_memory`; `revision` is the commit on the hub, if they are still those.
     """
 
     sha256: str | None
@@ -61,11 +59,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and the buffers that checkpoints hold, each once; what an intervention replaced, as it was."""
     found: dict[int, tuple[str, Tensor]] = {}
     for path, module in model.named_modules():
-        held = {
-            name: own_parameter(module, name, parameter)
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        }
+        held = {name: own_parameter(module, name, p) for name, p in module._parameters.items()}
         held |= {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in held.items():
             if tensor is not None and not tensor.is_meta:

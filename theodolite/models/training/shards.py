@@ -1,8 +1,7 @@
 """Read and differentiate weights that are spread over ranks: whole, one module at a time, by all ranks together.
 
-Of `fully_shard` (FSDP2) and tensor parallelism the parameters are DTensors, which say how they lie; those of ZeRO 3 are
-with DeepSpeed. Under tensor parallelism a rank has whole heads: its matrices stay its own, and what it taps is joined.
-`GatheredParameters` are whole while they are differentiated; a rank keeps a `GradientShard`.
+Of `fully_shard` (FSDP2) and tensor parallelism the parameters are DTensors; those of ZeRO 3 are with DeepSpeed. Under
+tensor parallelism a rank has whole heads: its matrices stay its own, and what it taps is joined.
 """
 
 from __future__ import annotations
@@ -25,16 +24,13 @@ if distributed.is_available():
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-FOREIGN = ("torch.distributed", "transformers.distributed", "deepspeed")
-"""Where functions come from that gather weights around a module's own `forward`; a copy with whole ones has none."""
-
 ParameterPlace = tuple[nn.Module, str]
 """Where a parameter is: a module, and the name under which it holds it."""
 
 _Tap = Callable[[nn.Module, AttentionInputs], Tensor]
 
 _head_groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""The process group over which a model, each module of which is named, is parallel."""
+"""Of every module of a tensor-parallel model its process group."""
 
 _has_own_heads: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 """Of attention modules and those inside of them, whether each rank computes some of the heads."""
@@ -56,7 +52,7 @@ def is_spread(model: nn.Module) -> bool:
 
 
 def register_spread(outermost: nn.Module) -> None:
-    """Learn how a model's weights are spread, on all ranks; `UsageError` of FSDP1, which keeps them in flat tensors."""
+    """Learn how a model's weights are spread, on all ranks; `UsageError` of FSDP1."""
     if not distributed.is_available() or not distributed.is_initialized():
         return
     if any(isinstance(module, FullyShardedDataParallel) for module in outermost.modules()):
@@ -75,7 +71,7 @@ def parallel_group(model: nn.Module) -> Any:
 
 
 def head_group(module: nn.Module) -> Any:
-    """Return that group for an attention module or a part of it if each rank has some of the heads, else None."""
+    """Return the group of an attention module, or a part of it, of which each rank has some of the heads; or None."""
     return _head_groups.get(module) if _has_own_heads.get(module) else None
 
 
@@ -97,26 +93,22 @@ def _parallel_group(model: nn.Module) -> Any:
 def _own_parameters(module: nn.Module) -> list[DTensor]:
     """List the DTensors of a module, without those of modules inside that FSDP2 gathers apart."""
     own = [p for p in module.parameters(recurse=False) if is_dtensor(p)]
-    for child in module.children():
-        own += [] if isinstance(child, FSDPModule) else _own_parameters(child)
-    return own
+    return own + [
+        p for child in module.children() if not isinstance(child, FSDPModule) for p in _own_parameters(child)
+    ]
 
 
 def _split(parameters: Iterable[Tensor]) -> Any:
     """Find the group over which the first DTensor that not all ranks have whole is split, or None."""
-    for p in parameters:
-        if is_dtensor(p) and not all(placement.is_replicate() for placement in p.placements):
-            return p.device_mesh.get_group()
-    return None
+    spread = (p for p in parameters if is_dtensor(p) and not all(of.is_replicate() for of in p.placements))
+    return next((p.device_mesh.get_group() for p in spread), None)
 
 
 def gathering_entry(outermost: nn.Module, inner: nn.Module) -> nn.Module | None:
     """Return the module whose call gathers the weights: the outermost of FSDP, else the model; None: any part."""
-    for module in _sharded(outermost):
-        if inner in module.modules():
-            return module
+    around = next((module for module in _sharded(outermost) if inner in module.modules()), None)
     gathers = _sharded(inner) or any(hasattr(p, "ds_id") for p in inner.parameters())
-    return inner if gathers else None
+    return around if around is not None else inner if gathers else None
 
 
 @contextmanager
@@ -146,7 +138,12 @@ def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
     """Make a DTensor whole, but for heads of other ranks, differentiably; other tensors are returned as they are."""
     if not is_dtensor(tensor):
         return tensor
-    over_heads = dimensions_of_heads(tensor.device_mesh, module)
+    mesh, ranks_of, group = tensor.device_mesh, distributed.get_process_group_ranks, head_group(module)
+    over_heads = {
+        dim
+        for dim in range(mesh.ndim)
+        if group is not None and ranks_of(mesh.get_group(dim)) == ranks_of(group)
+    }
     placements = [p if dim in over_heads else Replicate() for dim, p in enumerate(tensor.placements)]
     # Keys that all heads share have their gradient from all of them.
     of_gradient = [
@@ -155,29 +152,14 @@ def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
     return tensor.redistribute(placements=placements).to_local(grad_placements=of_gradient)
 
 
-def dimensions_of_heads(mesh: Any, module: nn.Module) -> set[int]:
-    """Return the dimensions of a mesh over which the heads of an attention module are spread."""
-    group = head_group(module)
-    if group is None:
-        return set()
-    ranks = distributed.get_process_group_ranks(group)
-    return {
-        dimension
-        for dimension in range(mesh.ndim)
-        if distributed.get_process_group_ranks(mesh.get_group(dimension)) == ranks
-    }
-
-
 def whole_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy a module with whole weights (those of this rank's heads, in `memo`), which gathers none as it runs.
 
-    FSDP2 gives a module a class that refuses to be copied (torch 2.13: `_unimplemented_deepcopy` in
-    torch/distributed/fsdp/_fully_shard/_fully_shard.py): its state is copied into an empty one of its class before.
+    FSDP2's class of a module refuses to be copied: its state is copied into an empty one of its class before.
     """
     sharded = _sharded(module)
     for child in sharded:
-        kinds: Iterator[Any] = (kind for kind in type(child).__mro__[1:] if not issubclass(kind, FSDPModule))
-        kind = next(kinds)
+        kind: Any = next(kind for kind in type(child).__mro__[1:] if not issubclass(kind, FSDPModule))
         memo[id(child)] = kind.__new__(kind)
     for child in module.modules():
         for name, value in vars(child).items():
@@ -203,9 +185,12 @@ def _sharded(model: nn.Module) -> list[Any]:
 
 
 def _is_foreign(function: Any) -> bool:
+    """Tell whether a function gathers weights around a module's own `forward`."""
     while inner := getattr(function, "func", None) or getattr(function, "hook", None):
         function = inner
-    return (getattr(function, "__module__", None) or "").startswith(FOREIGN)
+    return (getattr(function, "__module__", None) or "").startswith(
+        ("torch.distributed", "transformers.distributed", "deepspeed")
+    )
 
 
 def of_all_heads(model: nn.Module, tap: _Tap) -> _Tap:
@@ -223,7 +208,10 @@ def of_all_heads(model: nn.Module, tap: _Tap) -> _Tap:
         }
         inputs = replace(inputs, **local)
         if module not in _has_own_heads:
-            _note_own_heads(module, inputs.query, group)
+            # Ranks that compute the same attention have the same queries.
+            sums = joined_heads(inputs.query.double().sum().reshape(1), group)
+            split = bool((sums != sums[0]).any())
+            _has_own_heads.update((child, split) for child in module.modules())
         if not _has_own_heads[module]:
             return tap(module, inputs)
         own = inputs.query.shape[1]
@@ -232,13 +220,6 @@ def of_all_heads(model: nn.Module, tap: _Tap) -> _Tap:
         return mine if mesh is None else DTensor.from_local(mine, mesh, [Shard(2)], run_check=False)
 
     return gathering
-
-
-def _note_own_heads(module: nn.Module, query: Tensor, group: Any) -> None:
-    """Note whether ranks have different heads: those that compute the same attention have the same queries."""
-    sums = joined_heads(query.double().sum().reshape(1), group)
-    split = bool((sums != sums[0]).any())
-    _has_own_heads.update((child, split) for child in module.modules())
 
 
 def joined_heads(tensor: Tensor, group: Any, dimension: int = -1) -> Tensor:
@@ -252,8 +233,6 @@ def joined_heads(tensor: Tensor, group: Any, dimension: int = -1) -> Tensor:
 
 
 def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
-    """Join the attention inputs of each rank's heads."""
-
     joined: dict[str, Any] = {
         name: joined_heads(getattr(inputs, name), group, 1) for name in ("query", "key", "value")
     }
@@ -267,7 +246,7 @@ def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
 
 @dataclass(frozen=True)
 class GradientShard:
-    """One rank's shard of the gradient of one parameter; with DeepSpeed all of it."""
+    """A rank's shard of the gradient of a parameter; with DeepSpeed all of it."""
 
     parameter: Tensor
     gradient: Tensor
@@ -292,10 +271,7 @@ def is_of_deepspeed(parameter: Tensor) -> bool:
 
 
 def check_deepspeed_has_gradients(model: nn.Module) -> None:
-    """Raise `UsageError` where DeepSpeed will not step by gradients that are added now: before a backward pass, say.
-
-    Where it keeps its optimizer on the CPU, they are always there.
-    """
+    """Raise `UsageError` where DeepSpeed will not step by gradients that are added now: before a backward pass, say."""
     for parameter in model.parameters():
         if (zero3 := getattr(parameter, "_z3_optimizer", None)) is not None:
             offloaded, gradients = zero3.offload_optimizer, zero3.averaged_gradients
@@ -305,7 +281,7 @@ def check_deepspeed_has_gradients(model: nn.Module) -> None:
         else:
             continue
         if offloaded or any(group is not None for group in gradients.values()):
-            return
+            return  # with the optimizer on the CPU they are always there
         raise UsageError(
             "DeepSpeed has gradients between engine.backward(loss) and engine.step() only: call add_gradient() there, "
             "also with accelerate, whose backward() does both"
@@ -333,27 +309,19 @@ class GatheredParameters:
         """Make the modules' parameters whole while open. To be opened and left by all ranks."""
         with gathered(dict.fromkeys(module for module, _ in self._places)):
             held: list[Any] = [module._parameters[name] for module, name in self._places]
+            self._leaves = []
             try:
                 with torch.enable_grad():
-                    self._leaves = [
-                        self._replaced(place, p) for place, p in zip(self._places, held, strict=True)
-                    ]
+                    for (module, name), parameter in zip(self._places, held, strict=True):
+                        parameter = leaf = self._dtensors.get((module, name), parameter)
+                        if not is_dtensor(leaf):  # DeepSpeed must not see that its own is differentiated
+                            leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+                        module._parameters[name] = of_own_heads(leaf, module)  # type: ignore[assignment]
+                        self._leaves.append((parameter, leaf))
                 yield
             finally:
                 for (module, name), parameter in zip(self._places, held, strict=True):
                     module._parameters[name] = parameter
-
-    def _replaced(self, place: ParameterPlace, held: Any) -> tuple[Tensor, Tensor]:
-        """Put a whole parameter into a module; returns the parameter, and the leaf that the whole one is made of."""
-        module, name = place
-        parameter = self._dtensors.get(place, held)
-        # DeepSpeed must not see that its own is differentiated.
-        leaf = (
-            parameter if is_dtensor(parameter) else parameter.detach().requires_grad_(parameter.requires_grad)
-        )
-        whole: Any = of_own_heads(leaf, module)
-        module._parameters[name] = whole
-        return parameter, leaf
 
     def gradients(self, value: Tensor) -> list[GradientShard]:
         """Differentiate a value while the parameters are gathered, by those that are trained."""

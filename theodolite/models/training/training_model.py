@@ -19,7 +19,7 @@ from theodolite.models.training.shards import as_sharded, gathering_entry, regis
 
 
 def training_source(model: nn.Module | OpenModel) -> Source:
-    """Return the `Source` of a model in training: what to hook, and how to run it (all ranks together, if sharded)."""
+    """Return the `Source` of a model in training, which is run by all ranks together, if it is sharded."""
     if isinstance(model, OpenModel):
         register_spread(model.root)  # it may have been spread since it was opened
         return model.source
@@ -39,13 +39,11 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
         elif isinstance(getattr(inner, "module", None), nn.Module):
             inner = inner.module
         elif callable(getattr(inner, "get_base_model", None)):
-            for config in inner.peft_config.values():
-                if getattr(config, "is_prompt_learning", False):
-                    # They come before every text, and the base model knows nothing of them.
-                    raise UsageError(
-                        f"{type(inner).__name__} has learned prompts ({config.peft_type.value}), which are outside of "
-                        "the model that theodolite reads: give model.get_base_model() to measure it without them"
-                    )
+            if prompts := [c for c in inner.peft_config.values() if getattr(c, "is_prompt_learning", False)]:
+                raise UsageError(
+                    f"{type(inner).__name__} has learned prompts ({prompts[0].peft_type.value}), which are outside of "
+                    "the model that theodolite reads: give model.get_base_model() to measure it without them"
+                )
             inner = inner.get_base_model()
         else:
             raise UsageError(

@@ -1,15 +1,14 @@
 """The weight matrices inside a model's blocks, read and written one at a time, whatever holds them.
 
 They are those of `nn.Linear` and of GPT-2's `Conv1D`, with W_q, W_k and W_v apart where the model fuses them, and the
-slices of 3-D parameters that experts multiply by; what chooses experts is left out. What enters a matrix is seen where
-PyTorch multiplies by it (`TappedProducts`).
+slices of 3-D parameters that experts multiply by; what chooses experts is left out.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,18 +23,8 @@ from transformers.pytorch_utils import Conv1D
 from theodolite.errors import UsageError
 from theodolite.models.guard import measures
 from theodolite.models.opened import OpenModel
-from theodolite.models.structure import removed_on_leaving
 from theodolite.models.training.adapters import refuse_replaced_weights
 from theodolite.models.weights.weight_map import Projection, find_projections
-
-ROUTER = re.compile(r".*(router|gate|gating)")
-"""Parts of the name of what chooses experts, or weighs a shared one: as `gate`, but not `gate_proj`."""
-
-EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
-"""In the name of a matrix that an expert has for itself."""
-
-EXPERT_TOKENS = 16
-"""Of the sequence on which it is seen how experts multiply by their slices."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +32,9 @@ class Matrix:
     """One matrix (outputs, inputs) of a block, as `nn.Linear` would hold it.
 
     Attributes:
-        layer: its block.
         name: "q", "k", "v" (features head by head), or where the block keeps it: "mlp.c_fc".
         expert: which slice of a 3-D parameter, else None.
-        parameter: the model's name of the parameter that holds it.
-        module: the submodule that has this parameter as its attribute `attribute`.
+        parameter: the model's name of the parameter that holds it; the attribute `attribute` of `module`.
         dimension: that of the outputs, 0 or 1, of the parameter or its slice.
         rows: which outputs of the parameter, in the matrix's order; None: all.
     """
@@ -69,11 +56,11 @@ class Matrix:
     @property
     def is_of_expert(self) -> bool:
         """True if only the tokens reach it that its expert is chosen for."""
-        return self.expert is not None or EXPERT.search(self.name) is not None
+        return self.expert is not None or bool(re.search(r"(^|\.)experts\.\d+\.", self.name))
 
     @property
     def holder(self) -> Float[Tensor, "_ _"]:
-        """The tensor that products are taken with: the parameter, or the expert's slice of it. Writes go through."""
+        """The parameter, or the expert's slice of it; writes go through."""
         parameter = getattr(self.module, self.attribute).detach()
         return parameter if self.expert is None else parameter[self.expert]
 
@@ -85,7 +72,6 @@ class Matrix:
 
     @property
     def _by_output(self) -> tuple[Tensor, Any]:
-        """The tensor that products are taken with, outputs first; and the index of the matrix's outputs in it."""
         weight = self.holder if self.dimension == 0 else self.holder.T
         return weight, slice(None) if self.rows is None else self.rows.to(weight.device)
 
@@ -95,7 +81,7 @@ class Matrix:
         return weight[rows].clone(memory_format=torch.contiguous_format)
 
     def write(self, matrix: Float[Tensor, "outputs inputs"]) -> None:
-        """Put another matrix in its place, in the parameter itself: what is tied stays tied."""
+        """Write another matrix into the parameter."""
         weight, rows = self._by_output
         weight[rows] = matrix.detach().to(weight)
 
@@ -113,35 +99,35 @@ def block_matrices(model: OpenModel) -> list[list[Matrix]]:
     if model.structure.shared:
         raise UsageError(f"{model.id}: several layers share one block, which is not pruned")
     names = {module: name for name, module in model.root.named_modules()}
-    experts = _expert_outputs(model)
     by_block, owners = [], dict[int, str]()
     for layer in range(model.layers):
         with model.block_present(layer):
-            matrices = _matrices_of(model, layer, names, experts)
-        _refuse_shared(matrices, owners)
-        by_block.append(matrices)
+            by_block.append(_matrices_of(model, layer, names))
+        for matrix in by_block[layer]:
+            owner = owners.setdefault(id(getattr(matrix.module, matrix.attribute)), matrix.parameter)
+            if owner != matrix.parameter:
+                raise UsageError(
+                    f"{matrix.parameter} is {owner}: one matrix that serves two modules is not pruned"
+                )
     return by_block
 
 
-def _matrices_of(
-    model: OpenModel, layer: int, names: dict[nn.Module, str], experts: dict[tuple[nn.Module, str], int]
-) -> list[Matrix]:
+def _matrices_of(model: OpenModel, layer: int, names: dict[nn.Module, str]) -> list[Matrix]:
     projections = _projections(model, layer)
     matrices: list[Matrix] = []
     for path, module in model.structure.blocks[layer].named_modules():
-        chooses_experts = any(ROUTER.fullmatch(part) for part in path.split("."))
+        # Or weighs a shared one: `gate`, but not `gate_proj`.
+        chooses_experts = any(re.fullmatch(".*(router|gate|gating)", part) for part in path.split("."))
         if isinstance(module, nn.Linear | Conv1D) and not chooses_experts:
             dimension = 1 if isinstance(module, Conv1D) else 0
             whole = Matrix(layer, path, None, f"{names[module]}.weight", module, "weight", dimension)
             inside = {name: at for name, at in projections.items() if at.module is module}
             matrices += _split_by_projection(whole, inside)
+        transposed = getattr(module, "is_transposed", None)  # as transformers says of experts
         for name, value in module.named_parameters(recurse=False):
-            if (module, name) in experts:
-                full, outputs = f"{names[module]}.{name}", experts[module, name]
-                matrices += [
-                    Matrix(layer, f"{path}.{name}", expert, full, module, name, outputs)
-                    for expert in range(len(value))
-                ]
+            if value.ndim == 3 and transposed is not None:
+                place = f"{names[module]}.{name}", module, name, int(transposed)
+                matrices += [Matrix(layer, f"{path}.{name}", expert, *place) for expert in range(len(value))]
     return matrices
 
 
@@ -157,10 +143,6 @@ def left_dense(model: OpenModel, matrices: Sequence[Matrix]) -> dict[str, int]:
         and name not in pruned
         and not name.endswith("bias")
     }
-
-
-OnProduct = Callable[[Tensor, Tensor], None]
-"""Called with the inputs (…, inputs) of a product, and a view (outputs, inputs) of its matrix."""
 
 
 @contextmanager
@@ -190,9 +172,9 @@ _PRODUCTS: dict[Any, tuple[tuple[int, str], tuple[int, str], bool]] = {
 
 
 class TappedProducts(TorchFunctionMode):
-    """While open, `on_product` is called at every product of vectors with a matrix in this thread."""
+    """While open, `on_product` is given the vectors (…, inputs) and the matrix (outputs, inputs) of every product."""
 
-    def __init__(self, on_product: OnProduct) -> None:
+    def __init__(self, on_product: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
         self._on_product = on_product
 
@@ -208,38 +190,7 @@ class TappedProducts(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _expert_outputs(model: OpenModel) -> dict[tuple[nn.Module, str], int]:
-    """Find the dimension of a slice's outputs of each 3-D parameter that is multiplied by slice by slice."""
-    owners = {
-        module: [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
-        for module in model.root.modules()
-    }
-    slices: dict[int, tuple[nn.Module, str, Tensor]] = {}
-    outputs: dict[tuple[nn.Module, str], int] = {}
-
-    def enter(module: nn.Module, _args: Any) -> None:
-        slices.clear()  # of the module that runs: others need not be in memory
-        for name in owners[module]:
-            slices.update((part.data_ptr(), (module, name, part)) for part in getattr(module, name))
-
-    def on_product(inputs: Tensor, matrix: Tensor) -> None:
-        module, name, part = slices.get(matrix.data_ptr(), (None, "", None))
-        if module is not None and part is not None and matrix.numel() == part.numel():
-            outputs[module, name] = 0 if matrix.stride() == part.stride() else 1
-
-    hooks = [module.register_forward_pre_hook(enter) for module, stacked in owners.items() if stacked]
-    if hooks:
-        with ExitStack() as undo:
-            undo.enter_context(removed_on_leaving(hooks))
-            undo.enter_context(torch.inference_mode())
-            undo.enter_context(one_expert_at_a_time(model.root))
-            undo.enter_context(TappedProducts(on_product))
-            model.source.run(model.source.sample(EXPERT_TOKENS))
-    return outputs
-
-
 def _projections(model: OpenModel, layer: int) -> dict[str, Projection]:
-    """Find W_q, W_k and W_v of a layer, or nothing where it has none that are entries of one matrix each."""
     for name, parameter in model.structure.blocks[layer].named_parameters():
         if parameter.is_meta:
             raise UsageError(
@@ -253,8 +204,7 @@ def _projections(model: OpenModel, layer: int) -> dict[str, Projection]:
         )
     except UsageError:
         return {}
-    projections = {"q": of_layer.query, "k": of_layer.key, "v": of_layer.value}
-    return {name: projection for name, projection in projections.items() if projection is not None}
+    return of_layer.by_name
 
 
 def _split_by_projection(whole: Matrix, projections: dict[str, Projection]) -> list[Matrix]:
@@ -273,12 +223,3 @@ def _split_by_projection(whole: Matrix, projections: dict[str, Projection]) -> l
     if len(parts) == 1 and parts[0].rows is not None and bool((parts[0].rows.diff() == 1).all()):
         return [replace(parts[0], rows=None)]
     return parts
-
-
-def _refuse_shared(matrices: list[Matrix], owners: dict[int, str]) -> None:
-    for matrix in matrices:
-        owner = owners.setdefault(id(getattr(matrix.module, matrix.attribute)), matrix.parameter)
-        if owner != matrix.parameter:
-            raise UsageError(
-                f"{matrix.parameter} is {owner}: one matrix that serves two modules is not pruned"
-            )

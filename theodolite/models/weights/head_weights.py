@@ -1,18 +1,18 @@
 """Every head's W_q, W_k, W_v with their biases, and W_O, read without knowing parameter names.
 
 Where the layer's weight map (`weight_map.py`) says which parameters hold W_q, W_k and W_v, they are read there. Else
-they follow from what arrives at the tap for the input rows 0 and e_1 … e_d: the row 0 gives the bias, e_i the bias plus
-row i of the weights. Each row is a sequence of its own at position 0, where RoPE is the identity (times its attention
-scaling), and goes through a float64 copy of the module, so that subtracting the bias costs nothing.
+they follow from what arrives at the tap of a float64 copy for the input rows 0 and e_1 … e_d, each a sequence at
+position 0, where RoPE is the identity: the row 0 gives the bias, e_i the bias plus row i of the weights.
 
-For W_O the rows are what the tap returns in place of the heads' outputs: each comes out of the module times W_O, plus
-what it adds whatever it gets. Where it returns its heads' outputs as they are (BERT), the module that takes them on and
-holds a matrix is asked. What comes after W_O in the block (a norm in Gemma 2) is no part of it.
+For W_O the rows are what the tap returns in place of the heads' outputs. Where the module returns these as they are
+(BERT), the one that takes them on and holds a matrix is asked. What comes after W_O (a norm in Gemma 2) is no part.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,18 +36,15 @@ from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import tapped
 from theodolite.models.source import dtype_of
 from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
-from theodolite.models.weights.norms import make_norms_modules, norms_at_tap
+from theodolite.models.weights.norms import Norms
 from theodolite.models.weights.weight_map import WeightMap, WeightMaps, read_mapped
 
 ROWS = 1024
 """Rows of the identity sent at once: bounds memory to ROWS × 3 widths."""
 
-EXACT, BEFORE_NORM = "projection", "projection before norm"
-"""What the weights of a layer's queries and keys are: factors of a matrix that gives its logits, or of one before a
-norm, which does not."""
-
-NO_MATRIX = "none"
-"""The same of a layer whose queries and keys are no affine function of its input."""
+EXACT, BEFORE_NORM, NO_MATRIX = "projection", "projection before norm", "none"
+"""What the weights of a layer's queries and keys are: factors of a matrix that gives its logits; of one before a norm,
+which does not; or nothing, where queries and keys are no affine function of the layer's input."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +109,9 @@ def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights
 
     if any(p.is_meta for p in attention.parameters()) and not hooked_by_accelerate(attention):
         return None
-    try:
+    with suppress(NotAffine):
         return maps.first(attention, call, use)
-    except NotAffine:
-        return None
+    return None
 
 
 def _repeated(of_heads: Tensor, heads: int) -> Tensor:
@@ -135,120 +131,108 @@ def through_tap(attention: nn.Module, call: Call) -> HeadWeights | None:
 
 def _read_in(dtype: torch.dtype, attention: nn.Module, call: Call) -> HeadWeights | None:
     module = copy_in_dtype(attention, dtype)
-    if module is not attention:
-        make_norms_modules(module)
-    for projection in (EXACT, BEFORE_NORM):
-        weights = _affine_weights(module, call, call.width, projection)
-        if weights is not None or module is attention:
-            return weights  # where there is no copy, its norms must stay
-        for name in norms_at_tap(module, call):
-            module.set_submodule(name, nn.Identity())
-    return None
+    weights = _affine_weights(module, call, EXACT)
+    if weights is None and module is not attention:  # where there is no copy, its norms must stay
+        norms = Norms(module)
+        norms.leave_out(norms.at_tap(call))
+        weights = _affine_weights(module, call, BEFORE_NORM)
+    return weights
 
 
-def _affine_weights(module: nn.Module, call: Call, width: int, projection: str) -> HeadWeights | None:
-    dtype, positions = dtype_of(module), 1
+def _affine_weights(module: nn.Module, call: Call, projection: str) -> HeadWeights | None:
+    def sent(rows: Tensor, positions: int, of: Call = call) -> AttentionInputs:
+        return run_until_tap(module, of, as_sequences(rows, module).expand(-1, positions, -1))
 
-    def send(rows: Tensor) -> AttentionInputs:
-        return run_until_tap(module, call, as_sequences(rows, module).expand(-1, positions, -1))
+    def send(rows: Tensor, _: Tensor) -> Tensor:
+        sides = _sides(sent(rows, positions))
+        if any(len(side) != len(rows) for side in sides):
+            raise NotAffine("queries, keys or values are of an earlier layer")  # Gemma 3n
+        return torch.cat([side.flatten(1) for side in sides], dim=1)
 
-    nothing = torch.zeros(1, width, dtype=torch.float64)
-    try:
-        at_zero = send(nothing)
-    except NotAffine:
-        positions = call.hidden.shape[1]
-        if positions == 1:
-            raise
-        at_zero = send(nothing)  # rotations or a bias of all patches of an image: rows are repeated over them
-    chunk = max(1, ROWS // positions)
-    bias = _rows(at_zero)
-    weights = [b.new_empty(b.shape[1], width, b.shape[2]) for b in bias]
-    for start in range(0, width, chunk):
-        rows = torch.eye(min(chunk, width - start), width, dtype=torch.float64).roll(start, 1)
-        for w, answer, b in zip(weights, _rows(send(rows)), bias, strict=True):
-            if len(answer) != len(rows):
-                return None  # made of something else: the keys of an earlier layer (Gemma 3n)
-            w[:, start : start + chunk] = (answer - b).transpose(0, 1)
-    mixture = torch.randn(2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    tolerance = max(AFFINE_TOLERANCE, 32 * torch.finfo(dtype).eps)  # offloaded weights keep their dtype
-    for answer, w, b in zip(_rows(send(mixture)), weights, bias, strict=True):
-        expected = torch.einsum("rd,hdw->rhw", mixture, w) + b
-        scale = expected.abs().max() + torch.linalg.vector_norm(w, float("inf")) * width**0.5
-        if not torch.isfinite(answer).all() or (answer - expected).abs().max() > tolerance * scale:
-            return None
-    if any(w.abs().max() <= tolerance * b.abs().max() for w, b in zip(weights, bias, strict=True) if b.any()):
+    nothing = torch.zeros(1, call.width)
+    positions = _positions_taken(call, lambda count: sent(nothing, count))
+    at_zero = sent(nothing, positions)
+    tolerance = max(
+        AFFINE_TOLERANCE, 32 * torch.finfo(dtype_of(module)).eps
+    )  # offloaded weights keep their dtype
+    found = _affine_part(send, call.width, call.width, positions, tolerance)
+    if found is None:
+        return None
+    shapes = [side.shape[1:] for side in _sides(at_zero)]
+    weights, biases = (
+        [side.unflatten(1, shape) for side, shape in zip(sides, shapes, strict=True)]
+        for sides in (part.split([shape.numel() for shape in shapes], dim=1) for part in found)
+    )
+    if any(
+        w.abs().max() <= tolerance * b.abs().max() for w, b in zip(weights, biases, strict=True) if b.any()
+    ):
         # Weights that are zero, or what is made of another tensor: of a memory, say.
-        others = _rows(run_until_tap(module, call.with_others_changed(), as_sequences(nothing, module)))
-        if not all(torch.equal(now, before) for now, before in zip(others, bias, strict=True)):
+        others = _sides(sent(nothing, 1, call.with_others_changed()))
+        if not all(map(torch.equal, others, biases)):
             return None
-    (w_q, w_k, w_v), (b_q, b_k, b_v) = weights, (b[0] for b in bias)
+    w_q, w_k, w_v = (w.transpose(0, 1).contiguous() for w in weights)
+    b_q, b_k, b_v = (b[0] for b in biases)
     return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, at_zero.scaling, projection)
 
 
-def _rows(inputs: AttentionInputs) -> tuple[Tensor, ...]:
-    """Compute queries, keys and values of one-token sequences, each (rows, heads, width), grouped ones repeated."""
+def _positions_taken(call: Call, send: Callable[[int], object]) -> int:
+    """Return 1, or as many positions as the call has where a module takes no fewer: patches of an image."""
+    with suppress(RuntimeError, ValueError, TypeError, NotAffine):
+        send(1)
+        return 1
+    return call.hidden.shape[1]
+
+
+def _sides(inputs: AttentionInputs) -> list[Float64[Tensor, "rows heads width"]]:
+    """List queries, keys and values at the first position, grouped ones repeated."""
     heads = inputs.query.shape[1]
-    repeated = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (inputs.key, inputs.value))
-    return tuple(t[:, :, 0].double().cpu() for t in (inputs.query, *repeated))
-
-
-Sender = Callable[[Tensor, Tensor], Tensor]
-"""Sends heads' outputs (rows, features) with hidden states (rows, d); returns what comes out, (rows, d)."""
+    tensors = (inputs.query, inputs.key, inputs.value)
+    return [t[:, :, 0].repeat_interleave(heads // t.shape[1], dim=1).double().cpu() for t in tensors]
 
 
 def read_output_weights(
     model: nn.Module, structure: Structure, layer: int, call: Call, run: Run
 ) -> Float64[Tensor, "heads value_width width"]:
     """Read W_O of one layer: what leaves its attention is Σ_h o_h W_O[h] + a constant, or raise `WorkError`."""
-    heads, width, positions = structure.heads_of[layer], call.width, 1
+    attention, heads, width = structure.attention_at(layer), structure.heads_of[layer], call.width
     features = heads * structure.value_widths[layer]
-    given = torch.zeros(1, features)
+    given, nothing = torch.zeros(1, features), torch.zeros(1, width)
 
     def give(_: nn.Module, inputs: AttentionInputs) -> Tensor:
-        """Replace the heads' outputs by given ones, the same at all positions."""
         by_head = given.to(inputs.value).unflatten(1, (heads, -1)).unsqueeze(1)
         return by_head.expand(-1, inputs.query.shape[2], -1, -1)
 
+    def sent(outputs: Tensor, hidden: Tensor, positions: int) -> Tensor:
+        nonlocal given
+        given = outputs
+        sequences = as_sequences(hidden, module).expand(-1, positions, -1)
+        return call.output(module, sequences)[:, 0].double().cpu()
+
     with without_interventions(), torch.inference_mode():
         with tapped(model, give):
-            module = copy_in_dtype(structure.attention_at(layer), torch.float64)
-            if module is not structure.attention_at(layer):
+            module = copy_in_dtype(attention, torch.float64)
+            if module is not attention:
                 module.eval()
-
-            def send(outputs: Tensor, hidden: Tensor) -> Tensor:
-                """Compute what leaves the module for these heads' outputs and `hidden`; a row is a sequence."""
-                nonlocal given
-                given = outputs
-                sequences = as_sequences(hidden, module).expand(-1, positions, -1)
-                return call.output(module, sequences)[:, 0].double().cpu()
-
-            try:
-                send(given, torch.zeros(1, width))
-            except (RuntimeError, ValueError, TypeError):
-                positions = call.hidden.shape[1]  # it takes as many as the call has: patches of an image
-                if positions == 1:
-                    raise
+            positions = _positions_taken(call, lambda count: sent(given, nothing, count))
+            send = functools.partial(sent, positions=positions)
             outputs = _random(2, features).to(dtype_of(module)).double()
-            result = send(outputs, torch.zeros(2, width))
+            result = send(outputs, nothing.expand(2, -1))
             passes_on = result.shape == outputs.shape and torch.equal(result, outputs)
-            weights = None if passes_on else _linear_part(send, features, width, max(1, ROWS // positions))
+            found = None if passes_on else _affine_part(send, features, width, positions)
         if passes_on:
-            output_module = _output_module(model, structure, layer, run)
-            if output_module is None:
-                weights = torch.eye(features, dtype=torch.float64)
-            else:
-                taken_on = copy_in_dtype(output_module, torch.float64)
+            output_module = _output_module(model, structure, layer, run) or nn.Identity()
+            taken_on = copy_in_dtype(output_module, torch.float64)
 
-                def send_on(outputs: Tensor, _hidden: Tensor) -> Tensor:
-                    return taken_on(as_sequences(outputs, taken_on))[:, 0].double().cpu()
+            def send_on(outputs: Tensor, _: Tensor) -> Tensor:
+                return taken_on(as_sequences(outputs, taken_on))[:, 0].double().cpu()
 
-                weights = _linear_part(send_on, features, width)
-    if weights is None:
+            found = _affine_part(send_on, features, width)
+    if found is None:
         raise WorkError(
             f"layer {layer}: what leaves {structure.names[layer]} is no fixed affine function of its heads' "
             "outputs (a gate or a norm comes between), so it has no W_O"
         )
-    return weights.unflatten(0, (heads, -1))
+    return found[0].unflatten(0, (heads, -1))
 
 
 def _output_module(model: nn.Module, structure: Structure, layer: int, run: Run) -> nn.Module | None:
@@ -278,22 +262,24 @@ def _output_module(model: nn.Module, structure: Structure, layer: int, run: Run)
     return output_modules[0] if output_modules else None
 
 
-def _linear_part(
-    send: Sender, features: int, width: int, at_once: int = ROWS
-) -> Float64[Tensor, "features out"] | None:
-    """Find W where `send(o, x)` is o W + c(x) for all x; None where it is not."""
+def _affine_part(
+    send: Callable[[Tensor, Tensor], Tensor],
+    features: int,
+    width: int,
+    positions: int = 1,
+    error: float = AFFINE_TOLERANCE,
+) -> tuple[Float64[Tensor, "features out"], Float64[Tensor, "1 out"]] | None:
+    """Find W and c(0) where `send(o, x)` is o W + c(x) for all o and x; None where it is not."""
     constant = send(torch.zeros(1, features), torch.zeros(1, width))
-    identity = torch.eye(features, dtype=torch.float64)
-    weights = torch.cat(
-        [send(rows, torch.zeros(len(rows), width)) - constant for rows in identity.split(at_once)]
-    )
+    chunks = torch.eye(features, dtype=torch.float64).split(max(1, ROWS // positions))
+    weights = torch.cat([send(rows, torch.zeros(len(rows), width)) - constant for rows in chunks])
     outputs, hidden = _random(2, features), _random(2, width)
     # The same outputs over other hidden states: a gate that reads them would show.
     base = send(torch.zeros(2, features), hidden)
     change, expected = send(outputs, hidden) - base, outputs @ weights
     scale = expected.abs().max() + base.abs().max() + weights.abs().max() * features**0.5
-    affine = torch.isfinite(change).all() and (change - expected).abs().max() <= AFFINE_TOLERANCE * scale
-    return weights if affine else None
+    is_affine = torch.isfinite(change).all() and (change - expected).abs().max() <= error * scale
+    return (weights, constant) if is_affine else None
 
 
 def _random(rows: int, columns: int) -> Float64[Tensor, "rows columns"]:

@@ -1,4 +1,4 @@
-"""Norms around and inside attention: found, taken out, made modules where they are functions, and frozen.
+"""Norms around and inside attention, modules or functions: found, left out, and frozen.
 
 A norm of a transformer is x ↦ s(x) · γ ⊙ (x − centre(x)) + β: affine in x but for the scale s(x), one number a
 vector. Held at what it was for the vector that the model saw, it is affine. Gain, centring and β are found by calling
@@ -7,8 +7,8 @@ the norm, so that no class of norm is named here.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,17 +16,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import WorkError
 from theodolite.models.calls import Call, as_sequences, copy_in_dtype, run_until_tap
-from theodolite.models.structure import removed_on_leaving
 
 EXACT = 64 * torch.finfo(torch.float32).eps
 """Relative error allowed of what is exact: many norms and rotations compute in float32 whatever the dtype."""
-
-FUNCTIONS = frozenset({functional.layer_norm, functional.rms_norm, functional.normalize})
-"""Norms that a module may call as functions of PyTorch."""
 
 
 def with_norms(module: nn.Module) -> str:
@@ -45,27 +42,6 @@ def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def norms_at_tap(module: nn.Module, call: Call) -> list[str]:
-    """Name the norms whose output the tap gets, up to order, scale and repeats; those between projections are none."""
-    outputs: dict[nn.Module, Tensor] = {}
-
-    def keep(norm: nn.Module, _args: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            outputs[norm] = output
-
-    norms = norms_inside(module)
-    hooks = [norm.register_forward_hook(keep) for _, norm in norms]
-    row = torch.randn(1, call.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    with removed_on_leaving(hooks):
-        inputs = run_until_tap(module, call, as_sequences(row, module))
-    tapped_values = [_sorted_values(tensor) for tensor in (inputs.query, inputs.key, inputs.value)]
-    return [
-        name
-        for name, norm in norms
-        if norm in outputs and any(_is_repeated(outputs[norm], values) for values in tapped_values)
-    ]
-
-
 def _is_repeated(output: Tensor, values: Tensor) -> bool:
     times, left = divmod(len(values), output.numel())
     return not left and torch.allclose(
@@ -80,85 +56,106 @@ def _sorted_values(tensor: Tensor) -> Tensor:
 
 
 class FunctionNorm(nn.Module):
-    """A call of such a function: the same of another tensor, in the dtype of that."""
+    """A norm that was called as a function of PyTorch: the same of another tensor, in the dtype of that."""
 
-    def __init__(
-        self, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, function: Callable[..., Tensor], args: Any, kwargs: Any) -> None:
         super().__init__()
-        self._function = function
-        self.arguments = args, kwargs
+        self._call = function, args, kwargs
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the norm."""
-
-        def given(value: Any) -> Any:
-            return value.to(x.device, x.dtype) if isinstance(value, Tensor) else value
-
-        args, kwargs = self.arguments
-        return self._function(x, *map(given, args), **{name: given(value) for name, value in kwargs.items()})
+        function, args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(x), self._call)
+        return function(x, *args, **kwargs)
 
 
 class NormCalls(TorchFunctionMode):
-    """While open, `answer` gives what these functions give: of the function, a tensor, and its other arguments."""
+    """While open, `answer` gives what PyTorch's functions of norms give: of the norm, its input, and its output."""
 
-    def __init__(self, answer: Callable[[Callable[..., Tensor], Tensor, Any, Any], Tensor]) -> None:
+    def __init__(self, answer: Callable[[FunctionNorm, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self._answer = answer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Hand a norm's call on."""
-        if func not in FUNCTIONS:
-            return func(*args, **(kwargs or {}))
-        kwargs = dict(kwargs or {})
-        x, *rest = args if args else (kwargs.pop("input"),)
-        return self._answer(func, x, tuple(rest), kwargs)
+        output = func(*args, **(kwargs or {}))
+        if func not in (functional.layer_norm, functional.rms_norm, functional.normalize):
+            return output
+        others = dict(kwargs or {})
+        x, *rest = args if args else (others.pop("input"),)
+        return self._answer(FunctionNorm(func, rest, others), x, output)
 
 
-def make_norms_modules(module: nn.Module) -> Callable[[], None]:
-    """Turn each such call in a copy of a module, from its next pass on, into a module in it, by its turn.
+class Norms:
+    """The norms that a copy of an attention module calls, modules and functions, numbered in that order.
 
-    Returns:
-        A function that undoes it: a pass in which PyTorch's functions are watched takes longer.
+    Attributes:
+        calls: of the last pass, each norm with its input and output; None for an input that is not one tensor.
+        instead: number → the function that takes the norm's place.
+        watched: whether functions are looked out for, which takes time.
     """
-    own_forward = module.forward
-    running: list[nn.Module] = []  # norms that are modules, in this pass
-    turns = itertools.count()
 
-    def answer(function: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
-        if running:
-            return function(x, *args, **kwargs)
-        name = f"function_norm_{next(turns)}"
-        if name not in module._modules:
-            module.add_module(name, FunctionNorm(function, args, kwargs))
-        norm = module.get_submodule(name)
-        if isinstance(norm, FunctionNorm):
-            norm.arguments = args, kwargs
-        return norm(x)
+    def __init__(self, module: nn.Module) -> None:
+        self.calls: list[tuple[nn.Module, Any, Any]] = []
+        self.instead: dict[int, Callable[[Tensor], Tensor]] = {}
+        self.watched = True
+        self._module, self._own_forward = module, module.forward
+        self._running = 0
+        for _, norm in norms_inside(module):
+            norm.register_forward_pre_hook(self._enter)
+            norm.register_forward_hook(self._leave)
+        module.forward = self._forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal turns
-        turns = itertools.count()
-        running.clear()
-        with NormCalls(answer):
-            return own_forward(*args, **kwargs)
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls, self._running = [], 0
+        with NormCalls(self._call_function) if self.watched else nullcontext():
+            return self._own_forward(*args, **kwargs)
 
-    for _, norm in norms_inside(module):
-        norm.register_forward_pre_hook(lambda norm, _: running.append(norm))
-        norm.register_forward_hook(lambda *_: running.remove(_[0]), always_call=True)
-    module.forward = forward
-    return lambda: setattr(module, "forward", own_forward)
+    def _enter(self, _norm: nn.Module, _args: Any) -> None:
+        self._running += 1
+
+    def _leave(self, norm: nn.Module, args: Any, output: Any) -> Any:
+        self._running -= 1
+        return self._called(norm, args[0] if len(args) == 1 else None, output)
+
+    def _call_function(self, norm: FunctionNorm, x: Tensor, output: Tensor) -> Tensor:
+        # What a norm that is a module calls is a part of that.
+        return output if self._running else self._called(norm, x, output)
+
+    def _called(self, norm: nn.Module, x: Any, output: Any) -> Any:
+        instead = self.instead.get(len(self.calls))
+        self.calls.append((norm, x, output))
+        return output if instead is None else instead(x)
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """Let these norms return what they get."""
+        self.instead = dict.fromkeys(numbers, nn.Identity())
+
+    def at_tap(self, call: Call) -> list[int]:
+        """Find those whose output the tap gets, up to order, scale and repeats: not those between projections."""
+        row = torch.randn(1, call.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        inputs = run_until_tap(self._module, call, as_sequences(row, self._module))
+        tapped_values = [_sorted_values(tensor) for tensor in (inputs.query, inputs.key, inputs.value)]
+        return [
+            number
+            for number, (_, _, output) in enumerate(self.calls)
+            if isinstance(output, Tensor) and any(_is_repeated(output, values) for values in tapped_values)
+        ]
 
 
-class FrozenNorm(nn.Module):
+class FrozenNorm:
     """A norm as it acted on `inputs` (…, width): x ↦ scale · gain ⊙ (x − centre(x)) + bias.
 
-    The scale of each vector is the one that fits the norm's output for it best; `verified` checks how well. `norm`
-    must act on the last dimension; gains may differ along the others but the first (Cohere's differ from head to head).
+    The scale of each vector is the one that fits best; `WorkError`, with its `name`, where this is not the model's
+    `output`. `norm` must act on the last dimension; gains may differ along the others but the first (Cohere's heads).
     """
 
-    def __init__(self, norm: Callable[[Tensor], Tensor], inputs: Tensor) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        norm: Callable[[Tensor], Tensor],
+        inputs: Tensor,
+        output: Tensor,
+        name: str,
+        error: float = EXACT,
+    ) -> None:
         first = inputs[:1]
         signs = 1.0 - 2.0 * (torch.arange(first.shape[-1], device=first.device, dtype=first.dtype) % 2)
         signs = signs.expand_as(first)
@@ -171,40 +168,20 @@ class FrozenNorm(nn.Module):
         direction, moved = self.direction(inputs), norm(inputs) - self.bias
         squared = torch.linalg.vecdot(direction, direction).clamp_min(torch.finfo(inputs.dtype).tiny)
         self.scale = (torch.linalg.vecdot(direction, moved) / squared).unsqueeze(-1)
+        off = relative_error(self(inputs), output)
+        if not off <= error:
+            raise WorkError(f"{name} is no norm with one scale a vector (relative error {off:.1e})")
 
     def direction(self, x: Tensor) -> Tensor:
         """Compute gain ⊙ (x − centre(x)): what depends on x, not yet scaled."""
         return self.gain * self._centre(x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Apply the whole affine function."""
         return self.direction(x) * self.scale + self.bias
 
-    @classmethod
-    def verified(
-        cls, norm: Callable[[Tensor], Tensor], inputs: Tensor, output: Tensor, name: str, tolerance: float
-    ) -> FrozenNorm:
-        """Freeze the norm at `inputs`; `WorkError`, with its `name`, unless it then gives the model's `output`."""
-        frozen = cls(norm, inputs)
-        error = relative_error(frozen(inputs), output)
-        if not error <= tolerance:
-            raise WorkError(f"{name} is no norm with one scale a vector (relative error {error:.1e})")
-        return frozen
-
     def _centre(self, x: Tensor) -> Tensor:
         return x - x.mean(dim=-1, keepdim=True) if self.centred else x
-
-
-class _InTurn(nn.Module):
-    """One module after the other, call by call: a norm of queries and keys alike (Llama 4) is another one for each."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self._next = itertools.cycle(modules).__next__
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the module whose turn it is."""
-        return self._next()(x)
 
 
 def frozen_attention(
@@ -217,9 +194,9 @@ def frozen_attention(
     a norm cannot be frozen.
     """
     copied = copy_in_dtype(module, entered.dtype)
+    norms = Norms(copied) if copied is not module else None
     # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
-    dtype = entered.dtype if copied is not module else call.entered.dtype
-    no_functions = make_norms_modules(copied) if copied is not module else None
+    dtype = entered.dtype if norms else call.entered.dtype
 
     def send(hidden: Tensor) -> AttentionInputs:
         return run_until_tap(copied, call, hidden.to(dtype))
@@ -229,32 +206,24 @@ def frozen_attention(
         send(entered[:1])
     except WorkError:
         per_context = True
-    norms = {norm: name for name, norm in norms_inside(copied)}
-    if not norms:
-        if no_functions:
-            no_functions()
+    if norms is None:
+        if norms_inside(module):
+            raise WorkError("there are norms inside, and the weights are not here to be copied")
         return send, per_context
-    if copied is module:
-        raise WorkError("there are norms inside, and the weights are not here to be copied")
-    calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
-
-    def keep(norm: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
-        if len(args) != 1 or not isinstance(output, Tensor):
-            raise WorkError(f"{type(norm).__name__} is no norm of one tensor")
-        calls.setdefault(norm, []).append((args[0], output))
-
-    with removed_on_leaving([norm.register_forward_hook(keep) for norm in norms]):
+    if per_context or norms.calls:
         send(entered)
-    for norm, of_norm in calls.items():
+    calls = list(norms.calls)
+    norms.watched = any(isinstance(norm, FunctionNorm) for norm, _, _ in calls)
+    for number, (norm, x, output) in enumerate(calls):
         name = type(norm).__name__
+        if x is None or not isinstance(output, Tensor):
+            raise WorkError(f"{name} is no norm of one tensor")
         try:
-            frozen = [FrozenNorm.verified(norm, x, output, name, EXACT) for x, output in of_norm]
+            norms.instead[number] = FrozenNorm(norm, x, output, name)
         except (WorkError, RuntimeError):
             if not isinstance(norm, FunctionNorm):
-                raise
-            continue  # of a weight, say: the whole is verified after all
-        copied.set_submodule(norms[norm], frozen[0] if len(frozen) == 1 else _InTurn(frozen))
-    return send, True
+                raise  # a function may be of a weight: the whole is verified after all
+    return send, per_context or bool(calls)
 
 
 def relative_error(value: Tensor, expected: Tensor) -> float:

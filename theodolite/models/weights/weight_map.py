@@ -1,26 +1,25 @@
 """Find W_q, W_k and W_v of every head in a model: which rows of which parameters make which features.
 
-From this one map follow the head matrices (`head_weights.py`), LocAteR's gradient, the rows that QK-Clip scales
-(`logit_rows.py`), and what interventions and pruning replace. No parameter name is known here: in a copy of the
-attention module with random weights, one parameter after another is zero, and then has each of its rows multiplied by a
-number of the row's own. What a feature at the tap loses by the zero comes back multiplied by the number of the row that
-makes it, whatever the layout. The map is searched for once in a model; in the other layers of the same kind, what
-arrives at the tap for two random rows must be what it says.
+No parameter name is known here: in a copy of the attention module with random weights, one parameter after another is
+zero, and then has each of its rows multiplied by a number of the row's own. What a feature at the tap loses by the zero
+comes back multiplied by the number of the row that makes it, whatever the layout. In the other layers of the same kind,
+what arrives at the tap for two random rows must be what the map says.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
@@ -38,13 +37,10 @@ from theodolite.models.doors.taps import tapped
 from theodolite.models.source import dtype_of
 from theodolite.models.structure import Structure
 from theodolite.models.training import adapters
-from theodolite.models.training.shards import ParameterPlace
-from theodolite.models.weights.norms import make_norms_modules, norms_at_tap, with_norms
+from theodolite.models.training.shards import ParameterPlace, is_dtensor
+from theodolite.models.weights.norms import Norms, with_norms
 
 Result = TypeVar("Result")
-
-CONTEXTS = 3
-"""Random inputs that must agree on a row: what is no row may come back near a whole number for one of them."""
 
 NEAR = 0.1
 """How far from a whole number a row may come back: families that rotate in float32 keep six digits."""
@@ -64,8 +60,7 @@ class Rows:
         name: of the parameter in the attention module.
         input_dim: the parameter's dimension that is summed over, others make the rows; None: each entry is a row.
         rows: of each feature the row that makes it, −1 where none does.
-        kind: what the rows multiply: the module's input; nothing, as a bias; or else something computed on the way,
-            what leaves a norm, say.
+        kind: what the rows multiply: the module's input; nothing, as a bias; or something computed on the way.
         factor: of features of the input, what else multiplies them (YaRN's attention factor, say); None: 1.
     """
 
@@ -108,15 +103,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """The rows that make queries, keys and values of one kind of attention module.
-
-    Attributes:
-        sides: of queries, keys and values.
-        norms: names of the norms between these and the tap, which are left out.
-    """
+    """The rows that make queries, keys and values (`sides`) where norms of these numbers before the tap are out."""
 
     sides: tuple[tuple[Rows, ...], ...]
-    norms: tuple[str, ...] = ()
+    norms: tuple[int, ...] = ()
 
     @property
     def matrices(self) -> list[Rows | None]:
@@ -134,17 +124,14 @@ class Projection:
     """One of W_q, W_k and W_v of all heads, in its module.
 
     Attributes:
-        rows: which rows it is of a matrix.
         module, name: the submodule, and the attribute that holds the matrix, looked up at every reading.
         adapter: PEFT's layer around the module, which adds to the matrix (LoRA), or None.
-        computed: whether the matrix is no parameter, but computed from others (`torch.nn.utils.parametrizations`).
     """
 
     rows: Rows
     module: nn.Module
     name: str
     adapter: nn.Module | None
-    computed: bool
 
     @classmethod
     def of(cls, rows: Rows, attention: nn.Module) -> Projection:
@@ -153,18 +140,11 @@ class Projection:
         module: Any = attention.get_submodule(owner)
         adapter = module if adapters.is_adapter(module) else None
         module = module if adapter is None else module.base_layer
-        return cls(rows, module, name, adapter, name not in module._parameters)
-
-    @property
-    def heads(self) -> int:
-        """The number of heads that it makes: fewer than queries have, where keys are grouped."""
-        return len(self.rows.rows)
+        return cls(rows, module, name, adapter)
 
     @property
     def is_there(self) -> bool:
-        """True if the module still has the matrix as it had it."""
-        if self.computed:
-            return parametrize.is_parametrized(self.module, self.name)
+        """True if the module still has the matrix."""
         return self.name in self.module._parameters
 
     @property
@@ -175,43 +155,32 @@ class Projection:
     @property
     def effective(self) -> Tensor:
         """The matrix with what an adapter adds to it, differentiable."""
-        return self.weight if self.adapter is None else adapters.adapted_weight(self.adapter, self.weight)
+        return adapters.adapted_weight(self.adapter, self.weight)
 
     @property
     def is_view(self) -> bool:
         """True if W is a view of a parameter: its entries as they are, features that follow one another."""
-        plain = self.adapter is None and not self.computed and self.weight.ndim == 2
-        return plain and self.rows.factor is None and isinstance(self.rows.span, slice)
+        plain = self.adapter is None and self.rows.factor is None and self.weight.ndim == 2
+        return plain and isinstance(self.rows.span, slice)
 
     @property
     def places(self) -> list[ParameterPlace]:
         """The places of the parameters that W is made of."""
-        if self.computed:
-            parametrizations: Any = self.module.parametrizations
-            parts = parametrizations[self.name].modules()
-            return [(part, name) for part in parts for name, p in part._parameters.items() if p is not None]
-        added = [] if self.adapter is None else adapters.adapter_places(self.adapter)
-        return [(self.module, self.name), *added]
+        return [(self.module, self.name), *adapters.adapter_places(self.adapter)]
 
     def view_of(self, tensor: Tensor) -> Float[Tensor, "heads width head_width"]:
         """View the part of a tensor that is where W is in the matrix: in the gradient, say."""
         return self.rows.by_head(self.rows.of(tensor))
 
-    def matrix(self, heads: list[int] | None = None) -> Float[Tensor, "features width"]:
-        """Copy the rows of all heads, or of some, as `nn.Linear` would hold them."""
-        by_row, rows = self._by_row(self.weight.detach(), heads)
-        return by_row[rows]
+    def matrix(self) -> Float[Tensor, "features width"]:
+        """Return the rows of all heads, as `nn.Linear` would hold them."""
+        return self.rows.of(self.weight.detach())
 
-    def put(self, heads: list[int] | None, matrix: Float[Tensor, "features width"], into: Tensor) -> None:
-        """Write other rows of some heads into a tensor of the matrix's shape."""
-        by_row, rows = self._by_row(into, heads)
-        by_row[rows] = matrix.to(into)
-
-    def _by_row(self, tensor: Tensor, heads: list[int] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def put(self, matrix: Float[Tensor, "features width"], into: Tensor) -> None:
+        """Write other rows into a tensor of the matrix's shape."""
         assert self.rows.input_dim is not None
-        by_row = tensor.movedim(self.rows.input_dim, -1)
-        rows = self.rows.features if heads is None else self.rows.rows[heads].flatten()
-        return by_row, torch.unravel_index(rows.to(tensor.device), by_row.shape[:-1])
+        by_row = into.movedim(self.rows.input_dim, -1)
+        by_row[torch.unravel_index(self.rows.features.to(into.device), by_row.shape[:-1])] = matrix.to(into)
 
 
 @dataclass(frozen=True)
@@ -222,6 +191,12 @@ class Projections:
     query: Projection
     key: Projection
     value: Projection | None = None
+
+    @property
+    def by_name(self) -> dict[str, Projection]:
+        """Those that there are, as "q", "k" and "v"."""
+        named = {"q": self.query, "k": self.key, "v": self.value}
+        return {name: projection for name, projection in named.items() if projection is not None}
 
     def factors(
         self,
@@ -246,63 +221,55 @@ class Projections:
         return list(dict.fromkeys([*self.query.places, *self.key.places]))
 
 
-Replacement = tuple[Projection, list[int] | None, Tensor]
-"""A matrix, and the heads of a projection whose it is to be."""
+Replacement = tuple[Projection, Float[Tensor, "features width"]]
+"""A projection, and the matrix that it is to be."""
 
 # Of the process, as interventions at the tap are: what is replaced now, in order, and the model's own.
-_open_replacements: dict[object, list[Replacement]] = {}
+_replacements: list[Replacement] = []
 _originals: dict[ParameterPlace, nn.Parameter] = {}
 
 
 @contextmanager
 def replaced(replacements: Iterable[Replacement]) -> Iterator[None]:
-    """Replace `Projection.matrix(heads)` while open, for each of the (projection, heads, matrix) given.
+    """Replace `Projection.matrix()` while open.
 
     The modules get new parameters, and on leaving the very ones that they had. Of several for the same entries the one
     opened last holds; they may be left in any order.
     """
-    key = object()
-    _open_replacements[key] = opened = list(replacements)
-    places = {(projection.module, projection.name) for projection, _, _ in opened}
+    opened = list(replacements)
+    places = {(projection.module, projection.name) for projection, _ in opened}
+    _replacements.extend(opened)
     try:
-        for place in places:
-            _write_replacements(place)
+        _write_replacements(places)
         yield
     finally:
-        del _open_replacements[key]
-        for place in places:
-            _write_replacements(place)
+        _replacements[:] = [each for each in _replacements if not any(each is own for own in opened)]
+        _write_replacements(places)
 
 
-def _write_replacements(place: ParameterPlace) -> None:
-    module, name = place
-    replacements = [
-        replacement
-        for opened in _open_replacements.values()
-        for replacement in opened
-        if (replacement[0].module, replacement[0].name) == place
-    ]
-    if not replacements:
-        if place in _originals:
-            module._parameters[name] = _originals.pop(place)
-        return
-    original = _originals.setdefault(place, getattr(module, name))
-    weight = original.detach().clone()
-    for projection, heads, matrix in replacements:
-        projection.put(heads, matrix, into=weight)
-    module._parameters[name] = nn.Parameter(weight, requires_grad=original.requires_grad)
+def _write_replacements(places: set[ParameterPlace]) -> None:
+    for module, name in places:
+        original = _originals.pop((module, name), module._parameters[name])
+        module._parameters[name] = original
+        here = [(p, matrix) for p, matrix in _replacements if (p.module, p.name) == (module, name)]
+        if here:
+            assert original is not None
+            weight = original.detach().clone()
+            for projection, matrix in here:
+                projection.put(matrix, into=weight)
+            _originals[module, name] = original
+            module._parameters[name] = nn.Parameter(weight, requires_grad=original.requires_grad)
 
 
-def own_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+def own_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
     """Return the parameter that a module has, or the one that it has again when nothing is `replaced` any more."""
     return _originals.get((module, name), parameter)
 
 
 class WeightMaps:
-    """The weight maps of a model's layers, seen through parametrisations if `computed`: those of one kind share one."""
+    """The weight maps of a model's layers: those of one kind share one."""
 
-    def __init__(self, computed: bool = True) -> None:
-        self._computed = computed
+    def __init__(self) -> None:
         self._known: dict[Any, list[WeightMap]] = {}
         self._useless: set[Any] = set()
 
@@ -314,19 +281,16 @@ class WeightMaps:
         `use` returns None for a map that does not serve it. Nothing is searched for in modules like one whose own map
         did not.
         """
-        kind = _kind(attention)
-        result = _first(use, self._known.get(kind, []))
+        modules = tuple((name, type(module)) for name, module in attention.named_modules())
+        kind = modules, tuple((name, p.shape, p.dtype) for name, p in attention.named_parameters())
+        results = map(use, self._known.get(kind, []))
+        result = next((result for result in results if result is not None), None)
         if result is None and kind not in self._useless:
-            self._useless.add(kind)
-            self._known[kind] = _search(attention, call, self._computed)
-            result = _first(use, self._known[kind])
-        if result is not None:
-            self._useless.discard(kind)
+            self._known[kind] = _search(attention, call)
+            result = next((made for made in map(use, self._known[kind]) if made is not None), None)
+            if result is None:
+                self._useless.add(kind)
         return result
-
-
-def _first(use: Callable[[WeightMap], Result | None], maps: list[WeightMap]) -> Result | None:
-    return next((result for weight_map in maps if (result := use(weight_map)) is not None), None)
 
 
 def find_projections(
@@ -340,75 +304,209 @@ def find_projections(
 ) -> list[Projections]:
     """Find W_q, W_k and W_v of some layers, without gradients; `calls` is what `capture_calls` gave.
 
-    Args:
-        replacing: look for matrices to be replaced: also before a norm of queries and keys (Qwen 3, Gemma 3), where no
-            matrix gives the logits, but not for any that is computed from others.
-
-    Raises:
-        UsageError: some layer's queries or keys are not its input times entries of one matrix each.
+    With `replacing`, also before a norm of queries and keys (Qwen 3, Gemma 3), where no matrix gives the logits.
+    `UsageError` where some layer's queries or keys are not its input times entries of one matrix each.
     """
     if replacing:
         adapters.refuse_replaced_weights(model, "replaced")
     adapters.refuse_quantised_weights(model, "penalised")
     maps = maps or WeightMaps()
     with tapped(model, stop_at_tap, own_heads=True):
-        return [_find(maps, structure, layer, calls[layer], replacing) for layer in layers]
+        return [_projections(maps, structure, layer, calls[layer], replacing) for layer in layers]
 
 
-def _find(maps: WeightMaps, structure: Structure, layer: int, call: Call, replacing: bool) -> Projections:
+def _projections(
+    maps: WeightMaps, structure: Structure, layer: int, call: Call, replacing: bool
+) -> Projections:
     attention = structure.attention_at(layer)
-    if any(p.is_meta for p in attention.parameters()):
-        raise UsageError(
-            f"layer {layer}: the weights of {structure.names[layer]} are offloaded; move the model to one device"
-        )
 
     def use(weight_map: WeightMap) -> Projections | None:
         matrices = weight_map.matrices
         query, key, value = (None if rows is None else Projection.of(rows, attention) for rows in matrices)
         if query is None or key is None or (weight_map.norms and not replacing):
             return None
-        if replacing and (query.computed or key.computed):
-            return None
         for projection in (query, key):
-            if projection.adapter is not None:
-                owner = projection.rows.name.rpartition(".")[0]
-                adapters.check_adapter(f"{structure.names[layer]}.{owner}", projection.adapter)
+            owner = projection.rows.name.rpartition(".")[0]
+            adapters.check_adapter(f"{structure.names[layer]}.{owner}", projection.adapter)
         dtype = torch.promote_types(dtype_of(attention), torch.float32)
         mapped, _ = read_mapped(weight_map, attention, call, weight_map.norms, dtype)
         if mapped[0] is None or mapped[1] is None:
             return None
         return Projections(layer, query, key, None if mapped[2] is None else value)
 
+    instead = "LocAteR is not defined for it; leave it out by layers=[…]"
+    refusal = (
+        f"its queries and keys are not its input times one weight matrix each{with_norms(attention)}, so "
+        f"{'no part of them can be taken out' if replacing else instead}"
+    )
+    return _used(maps, structure, layer, call, use, refusal)
+
+
+def _used(
+    maps: WeightMaps,
+    structure: Structure,
+    layer: int,
+    call: Call,
+    use: Callable[[WeightMap], Result | None],
+    refusal: str,
+) -> Result:
+    """Return what `use` makes of a layer's map; `UsageError` where there is none that serves it."""
+    attention, where = structure.attention_at(layer), f"layer {layer}: {structure.names[layer]}"
+    if any(p.is_meta for p in attention.parameters()):
+        raise UsageError(f"{where}: its weights are offloaded; move the model to one device")
     try:
-        projections = maps.first(attention, call, use)
+        result = maps.first(attention, call, use)
     except NotAffine as error:
-        raise UsageError(f"layer {layer}: {error}; leave it out by layers=[…]") from error
-    if projections is None:
-        penalised = "LocAteR is not defined for it; leave it out by layers=[…]"
-        raise UsageError(
-            f"layer {layer}: the queries and keys of {structure.names[layer]} are not its input times one weight "
-            f"matrix each{with_norms(attention)}, so {'no part of them can be taken out' if replacing else penalised}"
-        )
-    return projections
+        raise UsageError(f"{where}: {error}") from error
+    if result is None:
+        raise UsageError(f"{where}: {refusal}")
+    return result
+
+
+POSITIONS = 8
+"""Tokens of the pass for `find_logit_rows`, so that rotations are verified, too."""
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """Rows of one parameter, and how each is scaled for a head's logits to become γ times as large.
+
+    `powers` are of γ: 1/2 where query and key are scaled both, 1 of a query whose key other heads have as well, 0 of a
+    key that stays as it is.
+    """
+
+    module: nn.Module
+    name: str
+    shape: torch.Size
+    rows: Rows
+    powers: Float64[Tensor, "heads head_width"]
+
+    @property
+    def is_there(self) -> bool:
+        """True if the module still has a parameter of this shape."""
+        parameter = self.module._parameters.get(self.name)
+        return parameter is not None and parameter.shape == self.shape
+
+    @torch.no_grad()
+    def scale(self, gamma: Float64[Tensor, " heads"]) -> None:
+        """Scale the rows in place, those of a sharded parameter where they are; a factor of 1 leaves every bit."""
+        parameter: Tensor = getattr(self.module, self.name)
+        shape = [1 if dim == self.rows.input_dim else size for dim, size in enumerate(self.shape)]
+        factors = torch.ones(math.prod(shape), dtype=torch.float64)
+        made = self.rows.rows >= 0
+        factors[self.rows.rows[made]] = (gamma[:, None] ** self.powers)[made]
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        factors = factors.view(shape).to(parameter.device, dtype)
+        if is_dtensor(parameter):
+            from torch.distributed.tensor import DTensor, Replicate
+
+            mesh = parameter.device_mesh
+            factors = DTensor.from_local(factors, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        parameter.mul_(factors)
+
+
+def find_logit_rows(
+    model: nn.Module, structure: Structure, calls: Calls, layers: list[int]
+) -> dict[int, list[LogitRows]]:
+    """Find the rows of some layers, without gradients; `UsageError` where none scales the logits of a head alone."""
+    adapters.refuse_replaced_weights(model, "clipped")
+    maps = WeightMaps()
+    with tapped(model, stop_at_tap):
+        return {layer: _logit_rows(maps, structure, layer, calls[layer]) for layer in layers}
+
+
+def _logit_rows(maps: WeightMaps, structure: Structure, layer: int, call: Call) -> list[LogitRows]:
+    attention = structure.attention_at(layer)
+
+    def use(weight_map: WeightMap) -> list[LogitRows] | None:
+        # In a copy, for the weights of the module itself may be spread over ranks.
+        copied = MarkedCopy(attention, call)
+        copied.fill()
+        inputs = copied.send()
+        if inputs.softcap is not None:
+            raise UsageError(
+                f"layer {layer}: {structure.names[layer]} caps its logits at {inputs.softcap:g}, which bounds them "
+                "without QK-Clip"
+            )
+        if inputs.bias is not None:
+            raise UsageError(
+                f"layer {layer}: {structure.names[layer]} adds a bias (ALiBi, relative positions) to its logits, which "
+                "scaling queries and keys does not bound: QK-Clip is not defined for it"
+            )
+        if weight_map.norms or not _verified(copied, list(_scaled_rows(weight_map, copied.module))):
+            return None
+        return list(_scaled_rows(weight_map, attention))
+
+    refusal = (
+        f"scaling rows of its weights does not scale the logits of a head alone{with_norms(attention)}: queries that "
+        "are normalised or clamped after their projection, or shared among heads, cannot be clipped by their weights"
+    )
+    return _used(maps, structure, layer, call, use, refusal)
+
+
+def _scaled_rows(weight_map: WeightMap, module: nn.Module) -> Iterator[LogitRows]:
+    """Yield the rows to scale in a module or a copy of it; none where those of a head's queries are not its own."""
+    queries, keys, _ = weight_map.sides
+    uses = Counter(
+        (rows.name, rows.input_dim, row)
+        for rows in itertools.chain(*weight_map.sides)
+        for row in rows.features.tolist()
+    )
+
+    def shared(rows: Rows) -> Bool[Tensor, "heads head_width"]:
+        """Mark the features whose row makes others, too."""
+        several = [row >= 0 and uses[rows.name, rows.input_dim, row] > 1 for row in rows.features.tolist()]
+        return torch.tensor(several).view_as(rows.rows)
+
+    if any(shared(rows).any() for rows in queries) or all(rows.kind == "constant" for rows in queries):
+        return
+    # Of each query head the features that meet a key which is this head's alone, by rows that make nothing else.
+    own = torch.zeros(queries[0].rows.shape, dtype=torch.bool)
+    makers = [rows.rows >= 0 for rows in keys if rows.kind != "constant"]
+    if makers and makers[0].shape == own.shape:
+        own = torch.stack(makers).sum(0) == 1
+        for rows in keys:
+            own = own & ~shared(rows)
+    of_queries, of_keys = (torch.where(own, 0.5, other).double() for other in (1.0, 0.0))
+    scaled_keys = [(rows, of_keys) for rows in keys] if own.any() else []
+    for rows, powers in [*((rows, of_queries) for rows in queries), *scaled_keys]:
+        if powers[rows.rows >= 0].any():
+            owner, _, name = rows.name.rpartition(".")
+            holder = module.get_submodule(owner)
+            yield LogitRows(holder, name, getattr(holder, name).shape, rows, powers)
+
+
+def _verified(copied: MarkedCopy, rows: list[LogitRows]) -> bool:
+    """Tell whether scaling the copy's rows makes each head's logits γ times as large, and changes no value."""
+    before = copied.send()
+    gamma = torch.linspace(0.3, 0.9, before.query.shape[1], dtype=torch.float64)
+    for row in rows:
+        row.scale(gamma)
+    after = copied.send()
+    expected = _products(before) * gamma.view(1, -1, 1, 1).to(before.query.device)
+    return near(_products(after), expected) and near(after.value, before.value)
+
+
+def _products(inputs: AttentionInputs) -> Float[Tensor, "contexts heads queries keys"]:
+    key = inputs.key.repeat_interleave(inputs.query.shape[1] // inputs.key.shape[1], dim=1)
+    return inputs.query.double() @ key.double().transpose(-1, -2)
 
 
 WeightAndBias = tuple[Float64[Tensor, "heads width head_width"], Float64[Tensor, "heads head_width"] | None]
-"""W and b of queries, keys or values. There is no b where what is added to x W depends on more than the module."""
+"""There is no bias where what is added to x W depends on more than the module."""
 
 
 def read_mapped(
-    weight_map: WeightMap, attention: nn.Module, call: Call, norms: Sequence[str], dtype: torch.dtype
+    weight_map: WeightMap, attention: nn.Module, call: Call, norms: Sequence[int], dtype: torch.dtype
 ) -> tuple[list[WeightAndBias | None], float]:
-    """Read queries, keys and values by a map, from a copy in a dtype without some norms; and what scales the logits.
+    """Read W and b of queries, keys and values by a map, from a copy without some norms; and what scales the logits.
 
-    Each is verified: what arrives at the copy's tap for two random rows must be these times W, plus what arrives for
-    zeros, which is b. It is None where it is not so, or no one matrix makes them.
+    Each is verified: what arrives at the copy's tap for two random rows is these times W, plus what arrives for zeros,
+    which is b. None where it is not so, or no one matrix makes them.
     """
     module = copy_in_dtype(attention, dtype).eval()
     if norms:
-        make_norms_modules(module)
-    for name in norms:
-        module.set_submodule(name, nn.Identity())
+        Norms(module).leave_out(norms)
     rows = torch.randn(3, call.width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rows[0] = 0
     inputs = run_until_tap(module, call, as_sequences(rows, module))
@@ -434,42 +532,21 @@ def near(tensor: Tensor, expected: Tensor) -> bool:
     return bool((tensor - expected).abs().max() <= AFFINE_TOLERANCE * float(expected.abs().max()))
 
 
-def _kind(attention: nn.Module) -> Any:
-    """Return a key of the module's structure: layers of one key most likely store their weights alike."""
-    modules = tuple((name, type(module)) for name, module in attention.named_modules())
-    return modules, tuple((name, p.shape, p.dtype) for name, p in attention.named_parameters())
-
-
-def _search(attention: nn.Module, call: Call, computed: bool) -> list[WeightMap]:
+def _search(attention: nn.Module, call: Call) -> list[WeightMap]:
     """Search the map of a module; and where it is not complete, that without the norms between projections and tap."""
     marked = MarkedCopy(attention, call)
     adapters.without_adapters(marked.module)
-    if computed:
-        _make_computed_parameters(marked.module)
     marked.fill()
     weight_map = marked.weight_map()
     if None not in weight_map.matrices:
         return [weight_map]
-    make_norms_modules(marked.module)
+    norms = Norms(marked.module)
     try:
-        marked.send()  # functions of norms are modules from here on
-        norms = norms_at_tap(marked.module, call)
-        for name in norms:
-            marked.module.set_submodule(name, nn.Identity())
-        return [weight_map, replace(marked.weight_map(), norms=tuple(norms))] if norms else [weight_map]
+        at_tap = norms.at_tap(call)
+        norms.leave_out(at_tap)
+        return [weight_map, replace(marked.weight_map(), norms=tuple(at_tap))] if at_tap else [weight_map]
     except NotAffine:
         return [weight_map]
-
-
-def _make_computed_parameters(module: nn.Module) -> None:
-    """Make what parametrisations compute a parameter, in a copy."""
-    for child in [child for child in module.modules() if parametrize.is_parametrized(child)]:
-        computed = {name: getattr(child, name).detach() for name in child.parametrizations}  # type: ignore[union-attr]
-        # `remove_parametrizations` would take the property from the class, which the original has as well.
-        del child._modules["parametrizations"]
-        child.__class__ = type(child).__mro__[1]
-        for name, value in computed.items():
-            child.register_parameter(name, nn.Parameter(value))
 
 
 class MarkedCopy:
@@ -479,16 +556,16 @@ class MarkedCopy:
         self.module = copy_in_dtype(attention, torch.float64).eval()
         self._call = call
         self._generator = torch.Generator().manual_seed(0)
-        hidden = self._random(CONTEXTS, *call.hidden.shape[1:])
-        self._hidden = hidden.to(next(self.module.parameters()).device)
+        shape = torch.Size((3, *call.hidden.shape[1:]))  # three contexts, which must agree on a row
+        self._hidden = self._random(shape, next(self.module.parameters()).device)
 
-    def _random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator, dtype=torch.float64)
+    def _random(self, shape: torch.Size, device: torch.device) -> Tensor:
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(device)
 
     def fill(self) -> None:
         """Give the copy random weights."""
         for parameter in filter(torch.is_floating_point, self.module.parameters()):
-            parameter.data = self._random(*parameter.shape).to(parameter.device)
+            parameter.data = self._random(parameter.shape, parameter.device)
 
     def send(self) -> AttentionInputs:
         """Return what arrives at the tap."""
@@ -497,25 +574,20 @@ class MarkedCopy:
     def weight_map(self) -> WeightMap:
         """Find the rows that make each feature."""
         sides: tuple[list[Rows], ...] = ([], [], [])
-        answers = self._answers()
+        answers = self._times(next(self.module.parameters()), torch.ones(()))
         for name, parameter in self.module.named_parameters():
             if parameter.ndim in (1, 2, 3):
                 for side, rows in self._rows(name, parameter, answers):
                     sides[side].append(rows)
         return WeightMap(tuple(map(tuple, sides)))
 
-    def _answers(self) -> list[Float64[Tensor, "contexts heads head_width"]]:
-        inputs = self.send()
-        return [tensor[:, :, 0].double().cpu() for tensor in (inputs.query, inputs.key, inputs.value)]
-
     def _times(self, parameter: nn.Parameter, marks: Tensor) -> list[Tensor]:
-        """Compute queries, keys and values while a parameter is multiplied by `marks`."""
+        """Compute queries, keys and values (contexts, heads, width) while a parameter is multiplied by `marks`."""
         before = parameter.data
         parameter.data = before * marks.to(before)
-        try:
-            return self._answers()
-        finally:
-            parameter.data = before
+        inputs = self.send()
+        parameter.data = before
+        return [tensor[:, :, 0].double().cpu() for tensor in (inputs.query, inputs.key, inputs.value)]
 
     def _rows(self, name: str, parameter: nn.Parameter, answers: list[Tensor]) -> Iterator[tuple[int, Rows]]:
         """Yield the sides (queries 0, keys 1, values 2) whose features one parameter's rows make, with those rows."""
