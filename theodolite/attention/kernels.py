@@ -1,7 +1,4 @@
-"""The Triton kernels of the attention summary; `triton.py` launches them.
-
-`summary.py` computes the same in torch. Needs Triton to be imported.
-"""
+"""The Triton kernels of the attention summary; `triton.py` launches them, `summary.py` computes the same in torch."""
 
 from __future__ import annotations
 

@@ -58,10 +58,8 @@ def tried(work: Callable[[], Result]) -> Result | None:
         raise
     except Exception as error:  # whatever compilers and drivers raise
         _failed.append(str(error))
-        warnings.warn(
-            f"Triton cannot run here ({error}): attention is summarised by slower torch operations",
-            stacklevel=2,
-        )
+        line = f"Triton cannot run here ({error}): attention is summarised by slower torch operations"
+        warnings.warn(line, stacklevel=2)
         return None
 
 
@@ -144,9 +142,7 @@ def _tile(inputs: AttentionInputs) -> int:
     return TILE_BYTES // max(2, inputs.query.element_size())
 
 
-def _ranges(
-    inputs: AttentionInputs, *, by_query: bool
-) -> tuple[Int[Tensor, " tiles"], Int[Tensor, " tiles"]]:
+def _ranges(inputs: AttentionInputs, by_query: bool) -> tuple[Int[Tensor, " tiles"], Int[Tensor, " tiles"]]:
     """Find the first and last key that the queries of each tile see; or the first and last query that sees its keys."""
     tile, length, others = _tile(inputs), inputs.query.shape[2], inputs.key.shape[2]
     length, others = (length, others) if by_query else (others, length)
