@@ -36,7 +36,7 @@ class OpenTap:
 
 @dataclass(frozen=True, eq=False)
 class OpenIntervention:
-    """An intervention in one layer's attention, while it is open."""
+    """An intervention in the attention `module` of a model with these modules, while it is open."""
 
     modules: frozenset[nn.Module]
     module: nn.Module
@@ -87,12 +87,7 @@ def without_interventions() -> Iterator[None]:
 def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = None) -> Tensor:
     """Compute a module's attention as the tap and interventions say: (batch, queries, heads, value_width).
 
-    What a door calls, in place of the attention that the module would compute.
-
-    Args:
-        module: whose attention it is.
-        inputs: all that decides it.
-        window: how many keys the module's cache keeps, if it drops those before.
+    What a door calls in place of the module's own attention; `window` is how many keys its cache keeps, if not all.
     """
     answer, inputs, row = _answer(module), _as_autocast(inputs), in_one_row(inputs)
     if row:
@@ -129,16 +124,12 @@ def _as_autocast(inputs: AttentionInputs) -> AttentionInputs:
 
 def innermost() -> OpenTap | None:
     """Return the tap that was opened last in this context, or None: it is the one that answers."""
-    taps = _taps.get()
-    return taps[-1] if taps else None
+    return next(reversed(_taps.get()), None)
 
 
 def _answer(module: nn.Module) -> Answer:
     """Find what answers a module: the innermost tap of its model; for a copy of a module, the innermost of all."""
-    taps = _taps.get()
-    for opened in reversed(taps):
-        if module in opened.modules:
-            return functools.partial(opened.tap, module)
-    if not taps or any(module in opened.modules for opened in _interventions):
+    taps, tapped = _taps.get(), [opened for opened in _taps.get() if module in opened.modules]
+    if not taps or (not tapped and any(module in opened.modules for opened in _interventions)):
         return attend
-    return functools.partial(taps[-1].tap, module)
+    return functools.partial((tapped or taps)[-1].tap, module)
