@@ -1,8 +1,7 @@
 """Forward passes that go through the blocks of a model together: all through one block, before any is in the next.
 
 So a block that is read from its files as it runs (`StreamedBlocks`) is read once for any number of passes. Whoever
-makes the passes repeats them, in the same order, for every block; the model's own code calls the blocks, and makes
-masks and angles anew each time.
+makes the passes repeats them, in the same order, for every block.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class Sweep:
 
     Args:
         blocks: in the order of the layers, each a module of its own.
-        folder: keep hidden states in files without a name there, which memory holds as far as it has room; None: in
-            memory.
+        folder: keep hidden states in files without a name there; None: in memory.
         beside: hand on what blocks give the next ones beside hidden states (T5's biases of position), too.
     """
 
@@ -58,13 +56,11 @@ class Sweep:
         """Let every pass run this block alone while open, the same passes as at the block before.
 
         Args:
-            layer: of the block.
             inside: is open while the block runs, and may swallow an exception by which it is left.
             keep: whether passes go on from here; else they may be made again.
 
         Raises:
-            WorkError: (a pass) the model computes something between its blocks, or they pass on more than hidden
-                states.
+            WorkError: (a pass) there is something between blocks, or they pass on more than hidden states.
         """
         self._number, self._beside = 0, ()
         alone = self._alone(layer, inside, keep)

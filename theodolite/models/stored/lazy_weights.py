@@ -29,9 +29,14 @@ from theodolite.models.stored.checkpoint_tensors import (
     filled_with_rows,
 )
 from theodolite.models.structure import first_output
-from theodolite.models.structure_search import find_structure
+from theodolite.models.structure_search import (
+    VERIFIED_LENGTH,
+    check_recomputed,
+    find_structure,
+    largest_logit,
+    recorded_inputs,
+)
 from theodolite.models.sweep import Sweep
-from theodolite.models.verification import VERIFIED_LENGTH, check_recomputed, largest_logit, recorded_inputs
 from theodolite.system.choices import Attention, check_dtype
 from theodolite.system.processor import say_if_slow
 
