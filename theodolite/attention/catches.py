@@ -90,28 +90,21 @@ def _of_one_context(inputs: AttentionInputs, local_sinks: bool, trailing: int) -
     # A query that sees nothing pays nothing: e^{logit − ∞}.
     log_total = summary.log_sum_exp[0].masked_fill(summary.log_sum_exp[0] == -torch.inf, torch.inf)
     received = ReceivedAttention.of(inputs, summary.mass)
-    local = catching >= least_queries(length)
-    return summary.output, _catches(inputs, received, local, log_total, trailing)
-
-
-def _catches(
-    inputs: AttentionInputs, received: ReceivedAttention, local: Tensor, log_total: Tensor, trailing: int
-) -> Catches:
-    length, global_sink, mean = inputs.key.shape[2], received.sinks[0], received.mean[0]
-    sinks, learned = global_sink | local, mean.new_empty(len(mean), 0)
-    if inputs.sink is not None:
+    global_sink, mean = received.sinks[0], received.mean[0]
+    sinks = global_sink | (catching >= least_queries(length))
+    if summary.learned is not None:
         # The learned column is one more behind the keys.
-        learned = (inputs.sink.to(log_total.dtype).unsqueeze(1) - log_total).exp().double()
-        mean = torch.cat([mean, learned.mean(dim=1, keepdim=True)], dim=1)
+        mean = torch.cat([mean, summary.learned[0].double().mean(dim=1, keepdim=True)], dim=1)
         sinks = torch.cat([sinks, is_sink(mean[:, length:])], dim=1)
     head, column = sinks.nonzero(as_tuple=True)
     is_learned = column == length
     position = column.masked_fill(is_learned, LEARNED)
     only_local = ~is_learned & ~global_sink[head, position]
     keys, place = position.clamp_min(0).unique(return_inverse=True)
-    paid = (inputs.to_keys(keys)[0] - log_total.unsqueeze(-1)).exp()[head, :, place].double()
-    if is_learned.any():
-        paid[is_learned] = learned[head[is_learned]]
+    logits = inputs.of_queries(slice(None), keys).logits()[0]
+    paid = (logits - log_total.unsqueeze(-1)).exp()[head, :, place].double()
+    if summary.learned is not None:
+        paid[is_learned] = summary.learned[0, head[is_learned]].double()
     catching_heads, of = head.unique(return_inverse=True)
     counted = torch.ones(len(catching_heads), length, dtype=torch.bool, device=head.device)
     counted[:, 0] = False
@@ -124,7 +117,7 @@ def _catches(
     alike = torch.where(paid == most[of], number, len(of))
     winner = alike.new_full(counted.shape, len(of)).scatter_reduce_(0, rows, alike, reduce="amin")
     caught = (number == winner[of]) & (paid > SINK_THRESHOLD) & counted[of]
-    return Catches(head, position, mean[head, column], only_local, caught, of, counted)
+    return summary.output, Catches(head, position, mean[head, column], only_local, caught, of, counted)
 
 
 def between_and_total(x: Float[Tensor, "positions width"], catches: Catches) -> tuple[Tensor, ...]:

@@ -87,17 +87,6 @@ class AttentionInputs:
         for start in range(0, heads, step):
             yield slice(start, min(start + step, heads))
 
-    def to_keys(self, keys: Int[Tensor, " chosen"]) -> Float[Tensor, "batch heads queries chosen"]:
-        """Compute the masked logits of all queries over some keys only."""
-        mask = self.mask
-        if mask is not None:
-            mask = mask[..., keys]
-        elif self.causal:
-            mask = (keys <= torch.arange(self.query.shape[2], device=keys.device)[:, None])[None, None]
-        bias = None if self.bias is None else self.bias[..., keys]
-        key, value = self.key[:, :, keys], self.value[:, :, keys]
-        return replace(self, key=key, value=value, mask=mask, bias=bias, causal=False).logits()
-
     def logits(self) -> Float[Tensor, "batch heads queries keys"]:
         """Compute the masked logits of all queries over all keys: a T×T matrix, so for few of either."""
         return self._logits(*self._factors(), 0, 0)
@@ -117,17 +106,20 @@ class AttentionInputs:
         seen = self.mask[:, :, query, key] if self.mask is not None else key <= query if self.causal else None
         return logits if seen is None else logits.masked_fill(~seen, MASKED)
 
-    def of_queries(self, chosen: slice | Int[Tensor, " chosen"]) -> AttentionInputs:
-        """Return the inputs of some queries, by position; each sees the same keys as before."""
+    def of_queries(
+        self, chosen: slice | Int[Tensor, " chosen"], keys: slice | Int[Tensor, " keys"] = slice(None)
+    ) -> AttentionInputs:
+        """Return the inputs of some queries over some keys, by position; each query sees those that it saw before."""
         mask, bias = self.mask, self.bias
         if mask is not None:
-            mask = mask[:, :, chosen]
+            mask = mask[:, :, chosen][..., keys]
         elif self.causal:
-            keys = torch.arange(self.key.shape[2], device=self.key.device)
-            mask = (keys <= keys[chosen, None])[None, None]
-        if bias is not None and bias.shape[2] > 1:
-            bias = bias[:, :, chosen]
-        return replace(self, query=self.query[:, :, chosen], mask=mask, bias=bias, causal=False)
+            position = torch.arange(self.key.shape[2], device=self.key.device)
+            mask = (position[keys] <= position[chosen, None])[None, None]
+        if bias is not None:
+            bias = (bias[:, :, chosen] if bias.shape[2] > 1 else bias)[..., keys]
+        query, key, value = self.query[:, :, chosen], self.key[:, :, keys], self.value[:, :, keys]
+        return replace(self, query=query, key=key, value=value, mask=mask, bias=bias, causal=False)
 
     def of_heads(self, part: slice | list[int]) -> AttentionInputs:
         """Return the inputs of whole groups of query heads that share a key head, or of some, with a key head each."""

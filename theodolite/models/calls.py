@@ -94,22 +94,22 @@ class Call:
         """Let a cross-attention read its own hidden states in place of the encoder's, so that a row reaches all."""
         entered = self.entered
 
-        def is_memory(value: Any) -> bool:
-            if not isinstance(value, Tensor) or value is entered or value.ndim != 3:
-                return False
-            return value.is_floating_point() and value.shape[::2] == entered.shape[::2]
+        def own(value: Tensor) -> Tensor:
+            is_memory = (
+                value.ndim == 3 and value.shape[::2] == entered.shape[::2] and value.is_floating_point()
+            )
+            return entered if is_memory else value
 
-        return self._mapped(lambda value: entered if is_memory(value) else value)
+        return self._with_others(own)
 
     def with_others_changed(self) -> Call:
         """Change the numbers in all other tensors of the shape of its hidden states, to see what depends on them."""
-        entered = self.entered
+        shape = self.entered.shape
 
-        def changed(value: Any) -> Any:
-            alike = isinstance(value, Tensor) and value is not entered and value.shape == entered.shape
-            return 2 * value + 1 if alike and value.is_floating_point() else value
+        def changed(value: Tensor) -> Tensor:
+            return 2 * value + 1 if value.shape == shape and value.is_floating_point() else value
 
-        return self._mapped(changed)
+        return self._with_others(changed)
 
     def called_as(self, other: Call) -> bool:
         """Tell whether another call has the same arguments, masks and positions, but for its hidden states."""
@@ -125,16 +125,12 @@ class Call:
 
     def _repeated(self, times: int) -> Call:
         """Repeat all but the hidden states for so many times the contexts."""
-        entered = self.entered
+        dim = self.layout.contexts
 
-        def repeated(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value is entered or value.ndim <= self.layout.contexts:
-                return value
-            sizes = [1] * value.ndim
-            sizes[self.layout.contexts] = times
-            return value.repeat(sizes)
+        def repeated(value: Tensor) -> Tensor:
+            return torch.cat([value] * times, dim) if value.ndim > dim else value
 
-        return self._mapped(repeated)
+        return self._with_others(repeated)
 
     def _of_row(self, value: Any, contexts: int) -> Any:
         """Spread the argument of one context over a row of several: repeat values by token, make a mask anew."""
@@ -147,6 +143,11 @@ class Call:
             return value
         dim = min(self.layout.contexts, value.ndim - 1)
         return torch.cat([value] * contexts, dim) if value.shape[dim] == tokens else value
+
+    def _with_others(self, change: Callable[[Tensor], Tensor]) -> Call:
+        """Change every tensor but the hidden states."""
+        entered = self.entered
+        return self._mapped(lambda it: change(it) if isinstance(it, Tensor) and it is not entered else it)
 
     def _mapped(self, change: Callable[[Any], Any]) -> Call:
         args = tuple(map(change, self.args))

@@ -85,17 +85,10 @@ class OpenModel:
                 "attention among the tokens of a context is read"
             )
         causal, bias = attention_kind(inputs)
+        positions = positions_of(source, calls[structure.attending[0]], bias)
         named = rest.get("sha256") or rest.get("revision")
-        return cls(
-            source=source,
-            structure=structure,
-            width=structure.width,
-            causal=causal,
-            positions=positions_of(source, calls[structure.attending[0]], bias),
-            calls=calls,
-            _checksum=weights_checksum(source.root) if named else None,
-            **rest,
-        )
+        rest["_checksum"] = weights_checksum(source.root) if named else None
+        return cls(source, structure, structure.width, causal, positions, calls=calls, **rest)
 
     def __repr__(self) -> str:
         """Describe the model in a line."""

@@ -225,9 +225,7 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
     """Let encoder and decoder read the same tokens."""
     check_attention(attention)
     if model.main_input_name != "input_ids":
-        raise UsageError(
-            f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
-        )
+        raise _reads_something_else(model)
     trunk = model.get_encoder() if attention == "encoder" else model.base_model
 
     def run(ids: Any, more: int = 0) -> Any:
@@ -345,13 +343,15 @@ def embedded_tokens(model: PreTrainedModel) -> int:
         ) from error
 
 
+def _reads_something_else(model: PreTrainedModel) -> UsageError:
+    return UsageError(f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make")
+
+
 def _image_shape(model: PreTrainedModel) -> tuple[int, int, int]:
     """Return channels, rows and columns of an image; `UsageError` where the model reads something else."""
-    if model.main_input_name != "pixel_values":
-        raise UsageError(
-            f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
-        )
-    size = model.config.image_size
+    size = getattr(model.config, "image_size", None)
+    if model.main_input_name != "pixel_values" or size is None:
+        raise _reads_something_else(model)
     return (model.config.num_channels, *((size, size) if isinstance(size, int) else size))
 
 

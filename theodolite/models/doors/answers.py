@@ -44,34 +44,11 @@ class OpenIntervention:
     of_inputs: bool
 
 
-_taps: ContextVar[tuple[OpenTap, ...]] = ContextVar("theodolite_taps", default=())
+open_taps: ContextVar[tuple[OpenTap, ...]] = ContextVar("theodolite_taps", default=())
 _suspended: ContextVar[bool] = ContextVar("theodolite_suspended", default=False)
 
-# Of the process and not of a context: they hold whoever calls the model, as changed weights would
-# (`generate` with a streamer runs in another thread).
-_interventions: list[OpenIntervention] = []
-
-
-@contextmanager
-def with_tap(modules: frozenset[nn.Module], tap: Tap) -> Iterator[OpenTap]:
-    """Let `tap` compute the attention of these modules and their copies in this context, while open."""
-    opened = OpenTap(modules, tap)
-    _taps.set((*_taps.get(), opened))
-    try:
-        yield opened
-    finally:
-        # By identity, and not by what was there before: they may be left in any order.
-        _taps.set(tuple(other for other in _taps.get() if other is not opened))
-
-
-@contextmanager
-def intervening(intervention: OpenIntervention) -> Iterator[None]:
-    """Apply an intervention while open, whoever calls the module."""
-    _interventions.append(intervention)
-    try:
-        yield
-    finally:
-        _interventions.remove(intervention)
+open_interventions: list[OpenIntervention] = []
+"""Of the process and not of a context: they hold whoever calls the model (`generate` with a streamer has a thread)."""
 
 
 @contextmanager
@@ -92,7 +69,7 @@ def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = No
     answer, inputs, row = _answer(module), _as_autocast(inputs), in_one_row(inputs)
     if row:
         inputs = split_by_context(inputs, type(module).__name__)
-    for opened in [] if _suspended.get() else sorted(_interventions, key=lambda e: not e.of_inputs):
+    for opened in [] if _suspended.get() else sorted(open_interventions, key=lambda e: not e.of_inputs):
         if opened.module is module:
             queries, keys = inputs.query.shape[2], inputs.key.shape[2]
             if opened.of_inputs and window is not None and queries < keys and keys >= window:
@@ -124,12 +101,13 @@ def _as_autocast(inputs: AttentionInputs) -> AttentionInputs:
 
 def innermost() -> OpenTap | None:
     """Return the tap that was opened last in this context, or None: it is the one that answers."""
-    return next(reversed(_taps.get()), None)
+    return next(reversed(open_taps.get()), None)
 
 
 def _answer(module: nn.Module) -> Answer:
     """Find what answers a module: the innermost tap of its model; for a copy of a module, the innermost of all."""
-    taps, tapped = _taps.get(), [opened for opened in _taps.get() if module in opened.modules]
-    if not taps or (not tapped and any(module in opened.modules for opened in _interventions)):
+    taps = open_taps.get()
+    tapped = [opened for opened in taps if module in opened.modules]
+    if not taps or (not tapped and any(module in opened.modules for opened in open_interventions)):
         return attend
     return functools.partial((tapped or taps)[-1].tap, module)

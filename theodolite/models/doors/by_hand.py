@@ -278,16 +278,9 @@ def _product(of: Lookup, result: Tensor, *args: Any, **kwargs: Any) -> Logits | 
 
 
 def _product_plus(
-    of: Lookup,
-    result: Tensor,
-    bias: Tensor,
-    batch1: Tensor,
-    batch2: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
+    of: Lookup, result: Tensor, bias: Tensor, *args: Any, beta: float = 1, alpha: float = 1, **kwargs: Any
 ) -> Logits | None:
-    logits = _product(of, result, batch1, batch2)
+    logits = _product(of, result, *args, **kwargs)
     if logits is None:
         return None
     logits = logits.times(float(alpha))

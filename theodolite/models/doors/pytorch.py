@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +31,8 @@ from theodolite.system.shared import Shared
 FLEX = "flex_attention"
 """The name of the operator that `torch.nn.attention.flex_attention` comes down to."""
 
-_open_models: dict[object, frozenset[nn.Module]] = {}
-"""The modules of models whose door is open, by who opened the door."""
+_open_models: list[frozenset[nn.Module]] = []
+"""The modules of models whose door is open."""
 
 
 class _ThisThread(threading.local):
@@ -48,13 +48,13 @@ _here = _ThisThread()
 @contextmanager
 def functions_door(model: nn.Module) -> Iterator[None]:
     """Open the door: intercept a model's attention functions, in compiled parts too, which run eagerly."""
-    key = object()
+    modules = frozenset(model.modules())
     with eagerly(), _HOOKS.entered():
-        _open_models[key] = frozenset(model.modules())
+        _open_models.append(modules)
         try:
             yield
         finally:
-            del _open_models[key]
+            _open_models.remove(modules)
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def attention_not_followed() -> tuple[nn.Module, NotFollowed] | None:
 
 def _is_open(module: nn.Module) -> bool:
     """Tell whether a module belongs to an open model, or is a copy of such a module that is tapped in this context."""
-    models = list(_open_models.values())  # another thread may open one meanwhile
+    models = list(_open_models)  # another thread may open one meanwhile
     if any(module in modules for modules in models):
         return True
     tap = innermost()
@@ -206,17 +206,8 @@ class _Interception(TorchFunctionMode):
         output = answered(self.owner, inputs).transpose(1, 2)
         return output.reshape(*lead, *output.shape[-2:])
 
-    def _flex(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        score_mod: Callable[..., Tensor],
-        block_mask: tuple[Any, ...],
-        scale: float,
-        kernel_options: dict[str, Any],
-        *_rest: Any,
-    ) -> Any:
+    def _flex(self, query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Any:
+        score_mod, block_mask, scale, kernel_options, *_ = how
         if score_mod is not flex_attention._identity:
             raise UsageError(
                 f"{type(self.owner).__name__} gives flex_attention a score_mod, which is not read: hide keys by its "

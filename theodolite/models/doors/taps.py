@@ -13,8 +13,8 @@ from theodolite.models.doors.answers import (
     OpenIntervention,
     OpenTap,
     Tap,
-    intervening,
-    with_tap,
+    open_interventions,
+    open_taps,
 )
 from theodolite.models.doors.pytorch import functions_door
 from theodolite.models.doors.transformers import interface_door, on_interface
@@ -57,9 +57,14 @@ def tap_functions_of(model: nn.Module) -> bool:
 @contextmanager
 def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[OpenTap]:
     """Call `tap` from every attention layer of `model` while open; with `own_heads` from those of this rank alone."""
-    tap = tap if own_heads else of_all_heads(model, tap)
-    with _opened(model) as modules, with_tap(modules, tap) as opened:
-        yield opened
+    with _opened(model) as modules:
+        opened = OpenTap(modules, tap if own_heads else of_all_heads(model, tap))
+        open_taps.set((*open_taps.get(), opened))
+        try:
+            yield opened
+        finally:
+            # By identity, and not by what was there before: they may be left in any order.
+            open_taps.set(tuple(other for other in open_taps.get() if other is not opened))
 
 
 @contextmanager
@@ -72,9 +77,13 @@ def intervened(
     the changed inputs; what it returns is changed. Copies of the module are left alone. One `of_inputs` needs key j to
     be the token at position j, so that a cache which drops keys is refused.
     """
-    modules = frozenset(model.modules())
-    with _opened(model), intervening(OpenIntervention(modules, module, intervene, of_inputs)):
-        yield
+    with _opened(model) as modules:
+        intervention = OpenIntervention(modules, module, intervene, of_inputs)
+        open_interventions.append(intervention)
+        try:
+            yield
+        finally:
+            open_interventions.remove(intervention)
 
 
 @contextmanager
