@@ -28,11 +28,6 @@ WIDEST_BYTES = 512
 
 Result = TypeVar("Result")
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-TILE_BYTES = 128
-"""Queries and keys of a tile: 64 in half precision, 32 in float32, so that a tile's operands fit."""
-
 _failed: list[str] = []
 
 
@@ -42,7 +37,8 @@ def can_do(inputs: AttentionInputs) -> bool:
         return False
     same = inputs.query.dtype == inputs.key.dtype == inputs.value.dtype
     width = max(inputs.query.shape[-1], inputs.value.shape[-1])
-    return same and inputs.query.dtype in DTYPES and width * inputs.query.element_size() <= WIDEST_BYTES
+    usual = inputs.query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return same and usual and width * inputs.query.element_size() <= WIDEST_BYTES
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -139,7 +135,8 @@ def _padded(width: int) -> int:
 
 
 def _tile(inputs: AttentionInputs) -> int:
-    return TILE_BYTES // max(2, inputs.query.element_size())
+    """Count the queries and keys of a tile: 64 in half precision, 32 in float32, so that its operands fit."""
+    return 128 // max(2, inputs.query.element_size())
 
 
 def _ranges(inputs: AttentionInputs, by_query: bool) -> tuple[Int[Tensor, " tiles"], Int[Tensor, " tiles"]]:

@@ -27,10 +27,6 @@ Inputs = Int[Tensor, "contexts positions"] | Float[Tensor, "contexts channels he
 """Token ids, the pixel values of images, or ids with what is read of the pictures among them."""
 
 
-ROUNDED = 1e-3
-"""Of the largest logit: cached decoding and a pass over the whole text round differently, in any dtype."""
-
-
 @dataclass(frozen=True, eq=False)
 class Source:
     """How a model is run, hooked and tapped, and what it reads.
@@ -387,7 +383,8 @@ def decode_greedily(
         return finished
     at_once = source.predict(finished[:1])[0, ids.shape[1] - 1 : -1]
     error = float((torch.stack(steps) - at_once).abs().max() / at_once.abs().max())
-    if not error <= max(ROUNDED, 16 * torch.finfo(source.dtype).eps):
+    # Cached decoding and a pass over the whole text round differently, in any dtype.
+    if not error <= max(1e-3, 16 * torch.finfo(source.dtype).eps):
         raise WorkError(
             f"{source.name} writes by logits that differ by {error:.1e} from those of the finished text read at once "
             "(its positions depend on the length, say): give a shorter text, or fewer tokens to write"

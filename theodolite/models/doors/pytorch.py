@@ -28,9 +28,6 @@ from theodolite.models.doors.by_hand import ByHand, NotFollowed, unfolded
 from theodolite.models.guard import eagerly
 from theodolite.system.shared import Shared
 
-FLEX = "flex_attention"
-"""The name of the operator that `torch.nn.attention.flex_attention` comes down to."""
-
 _open_models: list[frozenset[nn.Module]] = []
 """The modules of models whose door is open."""
 
@@ -160,7 +157,7 @@ class _Interception(TorchFunctionMode):
             return self.scaled_dot_product(*args, **kwargs)
         if func is functional.multi_head_attention_forward:
             return _multi_head(func, *args, **kwargs)
-        if name == FLEX:
+        if name == "flex_attention":  # the operator that the function of that name comes down to
             return self._flex(*args, **kwargs)
         attention = self._by_hand.attention(name, args, kwargs, self.contexts)
         if isinstance(attention, NotFollowed):
