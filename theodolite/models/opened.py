@@ -184,8 +184,7 @@ class OpenModel:
     @measures("self")
     def forward(self, inputs: Inputs) -> Tensor:
         """Run a pass without gradients or a cache: of `transformers`, the last hidden states (…, width)."""
-        with torch.no_grad():
-            return first_output(self.source.run(inputs))
+        return first_output(self.source.run(inputs))
 
     @measures("self")
     def logits(
@@ -198,8 +197,7 @@ class OpenModel:
         """
         if self.source.predict is None:
             raise UsageError(f"{self.id} has no output head that is read, so it predicts no tokens")
-        with torch.no_grad():
-            return self.source.predict(ids, chosen)
+        return self.source.predict(ids, chosen)
 
     @measures("self")
     def attention(
@@ -225,7 +223,7 @@ class OpenModel:
             Weights in float32 or better. They sum to 1 over the keys, less where a learned sink column takes part.
 
         Raises:
-            UsageError: no such layer, head or token, several or too many tokens, or a model that writes nothing.
+            UsageError: no such layer, head or token; contexts of several lengths or too long; a model that writes none.
             WorkError: it writes by other logits than it has of the finished text.
         """
         check_whole(layer=layer, generate=generate)
