@@ -24,6 +24,8 @@ from theodolite.system.processor import parallel_map
 LEARNED = -1
 """The position of a learned sink column, which is no token."""
 
+Squares = tuple[Tensor, Tensor, Tensor, Tensor]
+
 
 @dataclass(frozen=True)
 class Catches:
@@ -120,7 +122,7 @@ def _of_one_context(inputs: AttentionInputs, local_sinks: bool, trailing: int) -
     return summary.output, Catches(head, position, mean[head, column], only_local, caught, of, counted)
 
 
-def between_and_total(x: Float[Tensor, "positions width"], catches: Catches) -> tuple[Tensor, ...]:
+def between_and_total(x: Float[Tensor, "positions width"], catches: Catches) -> Squares:
     """Compute the sums of squares of vectors that are grouped by the sink that caught their token.
 
     Between the tokens that each sink caught and all others, and in total; between all groups of a head, and in total.
@@ -136,9 +138,7 @@ def between_and_total(x: Float[Tensor, "positions width"], catches: Catches) -> 
     return sums_of_squares(sums, squares, catches)
 
 
-def sums_of_squares(
-    sums: Tensor, squares: Tensor, catches: Catches, metric: Tensor | None = None
-) -> tuple[Tensor, ...]:
+def sums_of_squares(sums: Tensor, squares: Tensor, catches: Catches, metric: Tensor | None = None) -> Squares:
     """Compute `between_and_total` of vectors that have mean zero over the counted tokens of each catching head.
 
     From their sums over the tokens that each sink caught (sinks, width), and their squared norms summed over the

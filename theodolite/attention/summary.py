@@ -171,8 +171,9 @@ def summarise_in_blocks(
                 visit(block.start, block.first, part.start, weights)
 
     parallel_map(work, list(inputs.head_parts()))
-    learned = None if inputs.sink is None else rows[3]
-    return AttentionSummary(output, *rows[:3], mass, learned, inputs)
+    entropy, log_sum_exp, largest, *of_sink = rows
+    learned = of_sink[0] if of_sink else None
+    return AttentionSummary(output, entropy, log_sum_exp, largest, mass, learned, inputs)
 
 
 def last_query(inputs: AttentionInputs, trailing: int = 0) -> tuple[Bool[Tensor, "batch heads keys"], Tensor]:

@@ -86,7 +86,7 @@ def once_a_pass(model: nn.Module, name: str, work: Callable[[], Result]) -> Resu
     held = _held(model)
     with held.lock:
         if name in held.known:
-            return held.known[name]  # type: ignore[no-any-return]
+            return held.known[name]
         result = work()
         if held.depth:
             held.known[name] = result

@@ -68,10 +68,9 @@ class Logits:
         """Reshape the dimensions before the last two: contexts and heads, folded or apart."""
         if lead == self.lead:
             return self
-        tensors = {name: getattr(self, name) for name in ("query", "key", "bias", "mask")}
-        return replace(
-            self, lead=lead, **{name: _with_lead(t, self.lead, lead) for name, t in tensors.items()}
-        )
+        names = ("query", "key", "bias", "mask")
+        changed: dict[str, Any] = {name: _with_lead(getattr(self, name), self.lead, lead) for name in names}
+        return replace(self, lead=lead, **changed)
 
     def inputs(self, value: Tensor) -> AttentionInputs:
         """Make `AttentionInputs` with the values (…, keys, width)."""

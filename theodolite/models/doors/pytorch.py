@@ -224,7 +224,8 @@ class _Interception(TorchFunctionMode):
         place = id(mask_mod), id(blocks), queries, keys
         if place not in self._masks:
             # It has one of contexts or heads where it is that of all.
-            mask = flex_attention.create_mask(mask_mod, *blocks.shape[:2], queries, keys, device=query.device)
+            contexts, heads = blocks.shape[:2]
+            mask = flex_attention.create_mask(mask_mod, contexts, heads, queries, keys, device=query.device)
             self._masks[place] = mask, block_mask  # which must not be freed before: another might have its id
         return self._masks[place][0]
 
