@@ -7,8 +7,7 @@ import torch
 
 from tests import checkpoints
 from tests.attention.kinds import dense
-from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.attention.key_masking import mask_keys, restore_blind_queries
+from theodolite.attention.inputs import AttentionInputs, attend, mask_keys, restore_blind_queries
 from theodolite.models.calls import capture_calls
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import intervened, tapped

@@ -18,7 +18,7 @@ from tests.checkpoints import edited, with_tensors
 from tests.models.test_every_family import Seen
 from tests.slow import slow_but
 from theodolite.errors import TheodoliteError, UsageError, WorkError
-from theodolite.models import OpenModel, open_model, open_streamed, verification
+from theodolite.models import OpenModel, open_model, open_streamed, structure_search
 from theodolite.models.hooks import hooked
 from theodolite.models.stored.loading import Checkpoint
 from theodolite.models.structure import NoAttention
@@ -304,12 +304,12 @@ def test_attention_that_is_not_recomputed_is_refused_and_large_logits_are_not(fa
             if name.endswith(("q_proj.weight", "query.weight")):
                 parameter *= factor
     assert open_model(model).layers == 3
-    true_attend = verification.attend
+    true_attend = structure_search.attend
     wrong = [lambda inputs: true_attend(inputs) * 1.01]
     if factor < 64:  # attention that is all on one key does not change with its logits' scale
         wrong.append(lambda inputs: true_attend(replace(inputs, scaling=inputs.scaling * 1.05)))
     for attend in wrong:
-        monkeypatch.setattr(verification, "attend", attend)
+        monkeypatch.setattr(structure_search, "attend", attend)
         _refused(model, WorkError, r"layer \d \(.*att.*\): the attention output recomputed from its queries")
 
 
@@ -340,7 +340,7 @@ def test_what_overflows_in_half_precision_is_told_to_use_more(copied):
     good = torch.ones(1, 4, 8, dtype=torch.float16)
     for bad in (torch.inf, torch.nan):
         with pytest.raises(WorkError, match="layer 0: its attention outputs hold NaN or " + said):
-            verification.check_recomputed("layer 0", good * bad, good, [1.0])
+            structure_search.check_recomputed("layer 0", good * bad, good, [1.0])
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0])
@@ -348,9 +348,9 @@ def test_no_depth_and_no_dtype_makes_a_wrong_attention_pass(wrong):
     """Where rounding is 0.8 % a step, a hundred steps in each of forty layers would allow anything."""
     own = torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     close = (own.float() * 1.02).bfloat16()
-    verification.check_recomputed("layer 39", own, close, [1.0] * 40)
+    structure_search.check_recomputed("layer 39", own, close, [1.0] * 40)
     with pytest.raises(WorkError, match=r"layer 39: the attention output recomputed .* is not supported"):
-        verification.check_recomputed("layer 39", own, wrong * own, [1.0] * 40)
+        structure_search.check_recomputed("layer 39", own, wrong * own, [1.0] * 40)
 
 
 def test_a_model_that_would_change_itself_is_opened_from_its_folder_and_for_short_texts(tmp_path):

@@ -16,7 +16,7 @@ from tests import checkpoints
 from theodolite import Corpus, constituents, open_model, survey
 from theodolite.evaluate.perplexity import perplexity
 from theodolite.models import open_streamed
-from theodolite.models.rotary import turned_alike_up_to
+from theodolite.models.source import turned_alike_up_to
 from theodolite.sinks.prompt import attention_paid, read_prompt
 
 ORIGINAL, LONGEST = 32, 128

@@ -1,11 +1,10 @@
 """The queries that each sink of a context catches, computed together with the attention output.
 
-Sinks are those of `sinks.py`. A query is caught by the sink that it pays most, if that is more than
-`SINK_THRESHOLD`. Position 0 and the sinks themselves are neither caught nor not caught: they are left out.
+A query is caught by the sink that it pays most, if that is more than `SINK_THRESHOLD`. Position 0 and the sinks
+themselves are neither caught nor not caught: they are left out.
 
 A local sink catches as many queries as a sink must have (`least_queries`) without being one: it dominates a contiguous
-span, and another key takes over. Local sinks are found only with `local_sinks=True`: they take queries from the head's
-other sinks.
+span, and another key takes over. It takes queries from the head's other sinks.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from theodolite.system.processor import parallel_map
 LEARNED = -1
 """The position of a learned sink column, which is no token."""
 
+Squares = tuple[Tensor, Tensor, Tensor, Tensor]
+
 
 @dataclass(frozen=True)
 class Catches:
-    """The sinks of one layer in one context, ordered by head and position, a learned column last.
+    """The sinks of one layer in one context, ordered by head and position, a learned column (`LEARNED`) last.
 
     Attributes:
-        head: of each sink.
-        position: of each sink; `LEARNED` for a head's learned sink column.
         received: attention that each sink gets on average from the queries that see it.
         local: whether each is a local sink.
         caught: the queries that each sink catches.
@@ -55,10 +54,9 @@ class Catches:
     @classmethod
     def joined(cls, some: Sequence[Catches]) -> Catches:
         """Concatenate the catches of several layers of one context."""
-        device, before = some[0].head.device, 0
-        rows = []
-        for catches in some:
-            rows.append(vars(catches.to(device)) | {"of": catches.of.to(device) + before})
+        before, rows = 0, []
+        for catches in (each.to(some[0].head.device) for each in some):
+            rows.append(vars(catches) | {"of": catches.of + before})
             before += len(catches.counted)
         return cls(**{name: torch.cat([fields[name] for fields in rows]) for name in rows[0]})
 
@@ -66,12 +64,9 @@ class Catches:
 def attend_and_catch(
     inputs: AttentionInputs, *, local_sinks: bool = False, trailing: int = 0
 ) -> tuple[Float[Tensor, "batch queries heads width"], list[Catches]]:
-    """Compute the attention output, and what the sinks of each context catch.
+    """Compute the attention output, and what the sinks of each context catch, with `local_sinks` local ones, too.
 
-    Args:
-        inputs: of a layer's attention.
-        local_sinks: find local sinks, too.
-        trailing: special tokens behind the text, which are caught by nothing, as position 0 is not.
+    The `trailing` special tokens behind the text are left out, as position 0 is.
     """
 
     def work(context: int) -> tuple[Tensor, Catches]:
@@ -97,28 +92,21 @@ def _of_one_context(inputs: AttentionInputs, local_sinks: bool, trailing: int) -
     # A query that sees nothing pays nothing: e^{logit − ∞}.
     log_total = summary.log_sum_exp[0].masked_fill(summary.log_sum_exp[0] == -torch.inf, torch.inf)
     received = ReceivedAttention.of(inputs, summary.mass)
-    local = catching >= least_queries(length)
-    return summary.output, _catches(inputs, received, local, log_total, trailing)
-
-
-def _catches(
-    inputs: AttentionInputs, received: ReceivedAttention, local: Tensor, log_total: Tensor, trailing: int
-) -> Catches:
-    length, global_sink, mean = inputs.key.shape[2], received.sinks[0], received.mean[0]
-    sinks, learned = global_sink | local, mean.new_empty(len(mean), 0)
-    if inputs.sink is not None:
+    global_sink, mean = received.sinks[0], received.mean[0]
+    sinks = global_sink | (catching >= least_queries(length))
+    if summary.learned is not None:
         # The learned column is one more behind the keys.
-        learned = (inputs.sink.to(log_total.dtype).unsqueeze(1) - log_total).exp().double()
-        mean = torch.cat([mean, learned.mean(dim=1, keepdim=True)], dim=1)
+        mean = torch.cat([mean, summary.learned[0].double().mean(dim=1, keepdim=True)], dim=1)
         sinks = torch.cat([sinks, is_sink(mean[:, length:])], dim=1)
     head, column = sinks.nonzero(as_tuple=True)
     is_learned = column == length
     position = column.masked_fill(is_learned, LEARNED)
     only_local = ~is_learned & ~global_sink[head, position]
     keys, place = position.clamp_min(0).unique(return_inverse=True)
-    paid = (inputs.to_keys(keys)[0] - log_total.unsqueeze(-1)).exp()[head, :, place].double()
-    if is_learned.any():
-        paid[is_learned] = learned[head[is_learned]]
+    logits = inputs.of_queries(slice(None), keys).logits()[0]
+    paid = (logits - log_total.unsqueeze(-1)).exp()[head, :, place].double()
+    if summary.learned is not None:
+        paid[is_learned] = summary.learned[0, head[is_learned]].double()
     catching_heads, of = head.unique(return_inverse=True)
     counted = torch.ones(len(catching_heads), length, dtype=torch.bool, device=head.device)
     counted[:, 0] = False
@@ -131,17 +119,13 @@ def _catches(
     alike = torch.where(paid == most[of], number, len(of))
     winner = alike.new_full(counted.shape, len(of)).scatter_reduce_(0, rows, alike, reduce="amin")
     caught = (number == winner[of]) & (paid > SINK_THRESHOLD) & counted[of]
-    return Catches(head, position, mean[head, column], only_local, caught, of, counted)
+    return summary.output, Catches(head, position, mean[head, column], only_local, caught, of, counted)
 
 
-def between_and_total(
-    x: Float[Tensor, "positions width"], catches: Catches
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def between_and_total(x: Float[Tensor, "positions width"], catches: Catches) -> Squares:
     """Compute the sums of squares of vectors that are grouped by the sink that caught their token.
 
-    Returns:
-        between the tokens that a sink caught and all others (sinks), total (sinks), between all groups of a head
-        (catching heads), total (catching heads).
+    Between the tokens that each sink caught and all others, and in total; between all groups of a head, and in total.
     """
     caught, counted = catches.caught.to(x.dtype), catches.counted.to(x.dtype)
     by_all = catches.counted.all(dim=0)
@@ -154,15 +138,11 @@ def between_and_total(
     return sums_of_squares(sums, squares, catches)
 
 
-def sums_of_squares(
-    sums: Tensor, squares: Tensor, catches: Catches, metric: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sums_of_squares(sums: Tensor, squares: Tensor, catches: Catches, metric: Tensor | None = None) -> Squares:
     """Compute `between_and_total` of vectors that have mean zero over the counted tokens of each catching head.
 
-    Args:
-        sums: over the tokens that each sink caught (sinks, width).
-        squares: of the norms, summed over the counted tokens of each catching head (catching heads).
-        metric: of each catching head (catching heads, width, width): ‖v‖² = v metric vᵀ; None: the identity.
+    From their sums over the tokens that each sink caught (sinks, width), and their squared norms summed over the
+    counted tokens (catching heads). With a `metric` (catching heads, width, width), ‖v‖² = v metric vᵀ.
     """
     of = catches.of
 

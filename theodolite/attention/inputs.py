@@ -6,6 +6,7 @@ soft-capping, ALiBi, masks, sliding windows, a learned sink column) and nothing 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,6 @@ from theodolite.system.processor import parallel_map
 MASKED = -1e30
 """Logit of an invisible key. Finite, so that `exp(x) * x` is 0 and not NaN; `exp` of it is exactly 0."""
 
-
 BLOCK = 64
 """Queries at a time: 12 heads × 64 × 512 float32 logits fill 1.5 MB, which a core's cache holds."""
 
@@ -30,14 +30,12 @@ BLOCK_ENTRIES = 1 << 20
 class AttentionInputs:
     """Queries, keys, values and everything else that decides a layer's attention, after RoPE, before the softmax.
 
-    The logit of query i and key j is `cap(scaling · q_i·k_j) + bias_ij` where `mask` (or causality) lets i
-    see j; `cap(x) = softcap · tanh(x / softcap)`. With grouped heads, key head g serves the query heads
-    `g·G … (g+1)·G − 1`, `G = heads / key_heads`. A mask or
-    bias with one batch entry is that of all contexts, with one head that of all heads, a bias with one query that of
-    all queries.
+    The logit of query i and key j is `cap(scaling · q_i·k_j) + bias_ij` where `mask` (or causality) lets i see j;
+    `cap(x) = softcap · tanh(x / softcap)`. With grouped heads, key head g serves the query heads `g·G … (g+1)·G − 1`,
+    `G = heads / key_heads`. A mask or bias with one batch entry is that of all contexts, with one head that of all
+    heads, a bias with one query that of all queries.
 
-    A bias of −∞, near its dtype's lowest value or else far below any (`hidden_in`) is how others write a mask: it is
-    taken out of `bias`, and `mask` hides the key, in place of `causal`. A bias of zeros is none.
+    What a bias hides (`hidden_in`) is taken out of it and is in `mask`, in place of `causal`; a bias of zeros is None.
     """
 
     query: Float[Tensor, "batch heads queries width"]
@@ -72,16 +70,12 @@ class AttentionInputs:
     def blocks(self, size: int = BLOCK) -> Iterator[LogitBlock]:
         """Yield the masked logits of `size` queries after another, over the keys that any of them can see."""
         query, key = self._factors()
-        for start, stop, first, last in self.spans(size):
-            logits = self._logits(query[:, :, start:stop], key[..., first:last], start, first)
-            yield LogitBlock(start, stop, first, last, logits)
-
-    def spans(self, size: int = BLOCK) -> Iterator[tuple[int, int, int, int]]:
-        """Yield first and last of `size` queries after another, and of the keys that any of them can see."""
-        length = self.query.shape[2]
+        length = query.shape[2]
         for start in range(0, length, size):
             stop = min(start + size, length)
-            yield start, stop, *self._key_range(start, stop)
+            first, last = self._key_range(start, stop)
+            logits = self._logits(query[:, :, start:stop], key[..., first:last], start, first)
+            yield LogitBlock(start, stop, first, last, logits)
 
     def head_parts(self) -> Iterator[slice]:
         """Yield query heads whose blocks are computed at once: whole groups that share a key head."""
@@ -92,18 +86,6 @@ class AttentionInputs:
         step = group * max(1, min(key_heads, BLOCK_ENTRIES // max(entries, 1)))
         for start in range(0, heads, step):
             yield slice(start, min(start + step, heads))
-
-    def to_keys(self, keys: Int[Tensor, " chosen"]) -> Float[Tensor, "batch heads queries chosen"]:
-        """Compute the masked logits of all queries over some keys only."""
-        mask = self.mask
-        if mask is not None:
-            mask = mask[..., keys]
-        elif self.causal:
-            mask = keys <= torch.arange(self.query.shape[2], device=keys.device)[:, None]
-            mask = mask[None, None]
-        bias = None if self.bias is None else self.bias[..., keys]
-        key, value = self.key[:, :, keys], self.value[:, :, keys]
-        return replace(self, key=key, value=value, mask=mask, bias=bias, causal=False).logits()
 
     def logits(self) -> Float[Tensor, "batch heads queries keys"]:
         """Compute the masked logits of all queries over all keys: a T×T matrix, so for few of either."""
@@ -124,24 +106,26 @@ class AttentionInputs:
         seen = self.mask[:, :, query, key] if self.mask is not None else key <= query if self.causal else None
         return logits if seen is None else logits.masked_fill(~seen, MASKED)
 
-    def of_queries(self, chosen: slice | Int[Tensor, " chosen"]) -> AttentionInputs:
-        """Return the inputs of some queries, by position; each sees the same keys as before."""
+    def of_queries(
+        self, chosen: slice | Int[Tensor, " chosen"], keys: slice | Int[Tensor, " keys"] = slice(None)
+    ) -> AttentionInputs:
+        """Return the inputs of some queries over some keys, by position; each query sees those that it saw before."""
         mask, bias = self.mask, self.bias
         if mask is not None:
-            mask = mask[:, :, chosen]
+            mask = mask[:, :, chosen][..., keys]
         elif self.causal:
-            keys = torch.arange(self.key.shape[2], device=self.key.device)
-            mask = (keys <= keys[chosen, None])[None, None]
-        if bias is not None and bias.shape[2] > 1:
-            bias = bias[:, :, chosen]
-        return replace(self, query=self.query[:, :, chosen], mask=mask, bias=bias, causal=False)
+            position = torch.arange(self.key.shape[2], device=self.key.device)
+            mask = (position[keys] <= position[chosen, None])[None, None]
+        if bias is not None:
+            bias = (bias[:, :, chosen] if bias.shape[2] > 1 else bias)[..., keys]
+        query, key, value = self.query[:, :, chosen], self.key[:, :, keys], self.value[:, :, keys]
+        return replace(self, query=query, key=key, value=value, mask=mask, bias=bias, causal=False)
 
     def of_heads(self, part: slice | list[int]) -> AttentionInputs:
         """Return the inputs of whole groups of query heads that share a key head, or of some, with a key head each."""
         group = self.query.shape[1] // self.key.shape[1]
-        shared: slice | list[int]
         if isinstance(part, slice):
-            shared = slice(part.start // group, part.stop // group)
+            shared: slice | list[int] = slice(part.start // group, part.stop // group)
         else:
             shared = [head // group for head in part]
         return replace(
@@ -167,20 +151,17 @@ class AttentionInputs:
 
     def visible_queries(self) -> Float[Tensor, "batch_or_1 heads_or_1 keys"]:
         """Count the queries that can see each key."""
-        keys = self.key.shape[2]
         if self.mask is not None:
             return self.mask.sum(dim=-2).double()
-        ones = torch.ones(1, 1, keys, dtype=torch.float64, device=self.key.device)
-        queries = self.query.shape[2]
-        return (queries - torch.arange(keys, device=ones.device)) * ones if self.causal else queries * ones
+        earlier = torch.arange(self.key.shape[2], dtype=torch.float64, device=self.key.device)[None, None]
+        return self.query.shape[2] - self.causal * earlier
 
     def visible_keys(self) -> Float[Tensor, "batch_or_1 heads_or_1 queries"]:
         """Count the keys that each query can see."""
         if self.mask is not None:
             return self.mask.sum(dim=-1).double()
-        queries, keys = self.query.shape[2], self.key.shape[2]
-        ones = torch.ones(1, 1, queries, dtype=torch.float64, device=self.key.device)
-        return (torch.arange(queries, device=ones.device) + 1) * ones if self.causal else keys * ones
+        later = torch.arange(self.query.shape[2], dtype=torch.float64, device=self.key.device)[None, None]
+        return self.key.shape[2] - self.causal * later.flip(-1)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """Return the scaled queries and the transposed keys, in float32 or better."""
@@ -230,11 +211,6 @@ class LogitBlock:
     logits: Float[Tensor, "batch heads rows columns"]
 
 
-def hidden_below(dtype: torch.dtype) -> float:
-    """Return the largest bias of this dtype that hides a key: half of the lowest value, or of `MASKED`."""
-    return max(MASKED, torch.finfo(dtype).min) / 2
-
-
 LEAST_BIAS = -1e6
 """No bias of positions is as low; what is added by hand to hide a key is mostly −10⁹."""
 
@@ -242,11 +218,16 @@ LEAST_OF_SEVERAL = -9e3
 """Nor is this a bias where all that is as low is one number: `(1 − mask) · −10⁴`, which bfloat16 rounds to −9984."""
 
 
+def hidden_below(dtype: torch.dtype, otherwise: float = LEAST_BIAS) -> float:
+    """Return the largest bias that hides a key: half of the lowest of its dtype, or `otherwise` where that is more."""
+    return max(torch.finfo(dtype).min / 2, otherwise)
+
+
 def hidden_in(bias: Float[Tensor, "*lead queries keys"]) -> Bool[Tensor, "*lead queries keys"] | None:
     """Return the keys that a bias hides; None where it hides none."""
     if not bias.numel() or bias.amin() > LEAST_OF_SEVERAL:
         return None
-    hidden = bias <= max(hidden_below(bias.dtype), LEAST_BIAS)
+    hidden = bias <= hidden_below(bias.dtype)
     low = (bias <= LEAST_OF_SEVERAL) & ~hidden
     values = bias[low]
     if values.numel() and values.amin() == values.amax():
@@ -255,8 +236,7 @@ def hidden_in(bias: Float[Tensor, "*lead queries keys"]) -> Bool[Tensor, "*lead 
 
 
 def softmax(logits: Float[Tensor, "batch heads rows keys"], sink: Float[Tensor, " heads"] | None) -> Tensor:
-    """Compute attention weights. A learned sink column takes part, and its weight is left out; a row whose keys are
-    all masked is 0."""
+    """Compute attention weights, without that of a learned sink column; a row whose keys are all masked is 0."""
     if sink is not None:
         column = sink.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         return torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
@@ -293,3 +273,66 @@ def attend(inputs: AttentionInputs) -> Float[Tensor, "batch queries heads value_
 def _part(tensor: Tensor | None, dim: int, part: slice | list[int]) -> Tensor | None:
     """Take part of a mask or bias along the batch or the heads, where it has more than one for all."""
     return tensor if tensor is None or tensor.shape[dim] == 1 else tensor[(slice(None),) * dim + (part,)]
+
+
+def mask_keys(
+    inputs: AttentionInputs, masked: Bool[Tensor, "masked_contexts keys"], heads: list[int], sink_column: bool
+) -> AttentionInputs:
+    """Add a bias to the masked keys that is just low enough for their weights to be exactly 0.
+
+    It is no lower, so that a query which sees masked keys only has its own weights, up to the rounding of that bias.
+    """
+    dtype = torch.promote_types(inputs.key.dtype, torch.float32)
+    all_heads, sink = inputs.query.shape[1], inputs.sink
+    norms = [torch.linalg.vector_norm(t, dim=-1, dtype=dtype).max() for t in (inputs.query, inputs.key)]
+    spread = 2 * abs(inputs.scaling) * norms[0] * norms[1]  # |logit| ≤ scaling ‖q‖ ‖k‖
+    if inputs.softcap is not None:
+        spread = spread.clamp(max=2 * inputs.softcap)
+    if inputs.bias is not None:
+        spread = spread + inputs.bias.max() - inputs.bias.min()
+    if sink is not None:
+        spread = spread + sink.to(dtype).abs().max()
+        if sink_column:
+            sink = sink.to(dtype).clone()
+            sink[heads] = MASKED
+    below = spread - 2 * math.log(torch.finfo(dtype).tiny)
+    bias = torch.zeros(len(masked), all_heads, 1, masked.shape[1], dtype=dtype, device=masked.device)
+    bias[:, heads] = masked[:, None, None].to(dtype) * -below.to(dtype)
+    bias = bias if inputs.bias is None else bias + inputs.bias
+    mask = inputs.mask
+    if mask is not None:  # mask and bias differ between contexts, or neither does
+        contexts = max(len(mask), len(bias))
+        mask, bias = (each.expand(contexts, -1, -1, -1) for each in (mask, bias))
+    return replace(inputs, mask=mask, bias=bias, sink=sink)
+
+
+def restore_blind_queries(
+    inputs: AttentionInputs,
+    masked: Bool[Tensor, "masked_contexts keys"],
+    heads: list[int],
+    output: Float[Tensor, "batch queries heads value_width"],
+) -> Float[Tensor, "batch queries heads value_width"]:
+    """Replace the output of queries that see masked keys only by that of the inputs without the mask."""
+    blind = _blind(inputs, masked, heads)
+    positions = blind.flatten(0, 1).any(dim=0).nonzero().flatten()
+    if not len(positions):
+        return output
+    unmasked = attend(inputs.of_queries(positions))[:, :, heads]
+    output = output.clone()
+    rows, columns = positions[:, None], torch.tensor(heads, device=positions.device)
+    keep = blind[:, :, positions].transpose(1, 2).unsqueeze(-1)
+    output[:, rows, columns] = torch.where(keep, unmasked, output[:, rows, columns])
+    return output
+
+
+def _blind(
+    inputs: AttentionInputs, masked: Bool[Tensor, "masked_contexts keys"], heads: list[int]
+) -> Bool[Tensor, "blind_contexts blind_heads queries"]:
+    """Mark the queries that see no key but masked ones; 1 for contexts or heads where they do not differ."""
+    shown = ~masked[:, None]
+    if inputs.mask is not None:
+        mask = inputs.mask if inputs.mask.shape[1] == 1 else inputs.mask[:, heads]
+        return ~torch.cat([(rows & shown.unsqueeze(2)).any(-1) for rows in mask.split(64, dim=2)], dim=2)
+    if inputs.causal:
+        return shown.cumsum(-1) == 0
+    return ~shown.any(-1, keepdim=True).expand(-1, -1, inputs.query.shape[2])

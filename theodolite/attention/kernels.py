@@ -1,12 +1,16 @@
-"""The Triton kernels of the attention summary; `triton.py` launches them.
-
-`summary.py` computes the same in torch. Needs Triton to be imported.
-"""
+"""The Triton kernels of the attention summary; `triton.py` launches them, `summary.py` computes the same in torch."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _tile(at, row, row_stride, rows, column, column_stride, columns):
+    """Load a tile of a matrix; 0 outside of its rows and columns."""
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    return tl.load(at + row[:, None] * row_stride + column[None, :] * column_stride, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -69,11 +73,7 @@ def attention_rows(
     row = number * tile + tl.arange(0, tile)
     lane, value_lane = tl.arange(0, padded), tl.arange(0, value_padded)
     there = row < queries
-    query = tl.load(
-        q + batch * q_batch + head * q_head + row[:, None] * q_position + lane[None, :] * q_width,
-        mask=there[:, None] & (lane[None, :] < width),
-        other=0.0,
-    )
+    query = _tile(q + batch * q_batch + head * q_head, row, q_position, queries, lane, q_width, width)
     key_at = k + batch * k_batch + (head // group) * k_head
     value_at = v + batch * v_batch + (head // group) * v_head
     mask_at, bias_at = m + batch * m_batch + head * m_head, b + batch * b_batch + head * b_head
@@ -84,11 +84,7 @@ def attention_rows(
     summed = tl.zeros([tile, value_padded], tl.float32)
     for start in range(tl.load(first + number), tl.load(last + number), tile):
         column = start + tl.arange(0, tile)
-        key = tl.load(
-            key_at + column[None, :] * k_position + lane[:, None] * k_width,
-            mask=(column[None, :] < keys) & (lane[:, None] < width),
-            other=0.0,
-        )
+        key = _tile(key_at, lane, k_width, width, column, k_position, keys)
         logits, _ = _logits(
             query, key, row, column, there[:, None] & (column[None, :] < keys),
             mask_at, m_query, m_key, bias_at, b_query, b_key, scaling, softcap,
@@ -102,11 +98,7 @@ def attention_rows(
         moment = shrunk * (moment + total * (most - now)) + tl.sum(weights * shifted, axis=1)
         total = shrunk * total + tl.sum(weights, axis=1)
         if value_width > 0:
-            value = tl.load(
-                value_at + column[:, None] * v_position + value_lane[None, :] * v_width,
-                mask=(column[:, None] < keys) & (value_lane[None, :] < value_width),
-                other=0.0,
-            )
+            value = _tile(value_at, column, v_position, keys, value_lane, v_width, value_width)
             added = tl.dot(weights.to(value.dtype), value, input_precision="ieee")
             summed = summed * shrunk[:, None] + added
         most = now
@@ -140,26 +132,15 @@ def attention_mass(
     column = number * tile + tl.arange(0, tile)
     lane = tl.arange(0, padded)
     there = column < keys
-    key = tl.load(
-        k
-        + batch * k_batch
-        + (head // group) * k_head
-        + column[None, :] * k_position
-        + lane[:, None] * k_width,
-        mask=there[None, :] & (lane[:, None] < width),
-        other=0.0,
-    )
+    key_at = k + batch * k_batch + (head // group) * k_head
+    key = _tile(key_at, lane, k_width, width, column, k_position, keys)
     query_at = q + batch * q_batch + head * q_head
     mask_at, bias_at = m + batch * m_batch + head * m_head, b + batch * b_batch + head * b_head
     masked: tl.constexpr = -1e30
     total = tl.zeros([tile], tl.float64)
     for start in range(tl.load(first + number), tl.load(last + number), tile):
         row = start + tl.arange(0, tile)
-        query = tl.load(
-            query_at + row[:, None] * q_position + lane[None, :] * q_width,
-            mask=(row[:, None] < queries) & (lane[None, :] < width),
-            other=0.0,
-        )
+        query = _tile(query_at, row, q_position, queries, lane, q_width, width)
         normaliser = tl.load(log_sum_exp + place.to(tl.int64) * queries + row, mask=row < queries, other=0.0)
         logits, seen = _logits(
             query, key, row, column, (row[:, None] < queries) & there[None, :],

@@ -1,8 +1,4 @@
-"""Decide which keys are attention sinks.
-
-A key is a sink of a head in a context where the queries that see it pay it more than `SINK_THRESHOLD` of their
-attention on average, and enough of them see it (`least_queries`). What sinks catch is in `catches.py`.
-"""
+"""Decide which keys are attention sinks of a head in a context. What sinks catch is in `catches.py`."""
 
 from __future__ import annotations
 
@@ -31,12 +27,7 @@ def least_queries(length: int) -> int:
 
 @dataclass(frozen=True)
 class ReceivedAttention:
-    """The attention that each key receives, and which keys are sinks by it.
-
-    Attributes:
-        mean: over the queries that see the key.
-        candidate: whether at least `least_queries` queries beside its own see the key.
-    """
+    """The mean attention that each key receives from the queries that see it, and whether `least_queries` others do."""
 
     mean: Float[Tensor, "batch heads keys"]
     candidate: Bool[Tensor, "batch_or_1 heads_or_1 keys"]

@@ -1,7 +1,6 @@
 """Statistics of attention from queries and keys, without a T×T matrix: entropies, normalisers, mass, sinks, ρ.
 
-`summarise` does it for all that `AttentionInputs` knows: on a CPU in blocks of queries (here), on a CUDA device in the
-Triton kernels of `triton.py` where they can do what is asked for. Nothing here knows models or corpora.
+On a CPU in blocks of queries (here), on a CUDA device in the Triton kernels of `triton.py` where they can.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ class AttentionSummary:
 
     @property
     def propagates(self) -> Bool[Tensor, "batch heads keys"]:
-        """The keys whose signals propagate to the last query (Bao et al. 2024, definition 1); False where unseen.
-
-        Its mean over contexts is the measured ρ.
-        """
+        """The keys whose signals propagate to the last query (Bao et al. 2024, definition 1); its mean is ρ."""
         return last_query(self.inputs)[1]
 
 
@@ -80,9 +76,9 @@ def attention_summary(
 ) -> AttentionSummary:
     """Compute entropy, log-sum-exp, largest logit, mass, sinks and ρ of every head, in O(T) memory a head.
 
-    Computed in float32, or in float64 where that is what is given; masses are summed in float64. On a CUDA device a
-    Triton kernel does it, else blocks of torch operations. A query that sees no key, as padding does, pays nothing: its
-    output and entropy are 0, its log-sum-exp and largest logit −∞, or with a learned column that column's.
+    Computed in float32, or in float64 where that is what is given; masses are summed in float64. A query that sees no
+    key, as padding does, pays nothing: its output and entropy are 0, its log-sum-exp and largest logit −∞, or with a
+    learned column that column's.
 
     Args:
         query: (batch, heads, queries, width), after rotary positions.
@@ -92,12 +88,11 @@ def attention_summary(
         causal: whether a query sees no later key; not looked at where there is a mask.
         mask: (batch or 1, heads or 1, queries, keys), True where the query sees the key: windows and padding.
         softcap: c of c·tanh(logit / c).
-        bias: (batch or 1, heads, queries or 1, keys), added to the logits after capping, such as ALiBi's;
-            −∞, or the lowest value of its dtype, hides a key as a mask does.
+        bias: (batch or 1, heads, queries or 1, keys), added to the logits after capping; −∞ hides a key.
         sink: (heads,), a learned logit of each head that every query sees beside its keys.
 
     Raises:
-        UsageError: heads or positions of queries and keys that do not go together, or a softcap that is not positive.
+        UsageError: queries and keys that do not go together, or a softcap that is not positive.
     """
     causal = causal and mask is None
     value = key[..., :0] if value is None else value
@@ -125,7 +120,6 @@ def summarise(
     """Compute the `attention_summary` of a layer's inputs.
 
     Args:
-        inputs: what a layer's attention gets.
         output: where the output goes.
         visit: sees the weights of each block, and must copy what it keeps of them.
         visit_whole: sees the summary instead, where kernels made it and no weights were ever written.
@@ -160,8 +154,7 @@ def summarise_in_blocks(
     if output is None:
         output = value.new_empty(batch, queries, heads, value.shape[-1])
     # Entropy, log-sum-exp, largest logit and weight of the learned column.
-    kinds = 3 if inputs.sink is None else 4
-    rows = [value.new_empty(batch, heads, queries, dtype=dtype) for _ in range(kinds)]
+    rows = [value.new_empty(batch, heads, queries, dtype=dtype) for _ in range(3 + (inputs.sink is not None))]
     mass = value.new_zeros(batch, heads, inputs.key.shape[2], dtype=torch.float64)
 
     def work(part: slice) -> None:
@@ -178,25 +171,21 @@ def summarise_in_blocks(
                 visit(block.start, block.first, part.start, weights)
 
     parallel_map(work, list(inputs.head_parts()))
-    learned = None if inputs.sink is None else rows[3]
-    entropy, log_sum_exp, largest = rows[:3]
+    entropy, log_sum_exp, largest, *of_sink = rows
+    learned = of_sink[0] if of_sink else None
     return AttentionSummary(output, entropy, log_sum_exp, largest, mass, learned, inputs)
 
 
 def last_query(inputs: AttentionInputs, trailing: int = 0) -> tuple[Bool[Tensor, "batch heads keys"], Tensor]:
-    """Mark the keys that the last query sees, and those that propagate to it (Bao et al. 2024, definition 1).
-
-    With `trailing` special tokens at the end of the context, it is the last query before them.
-    """
+    """Mark the keys that the last query before `trailing` special tokens sees, and those that propagate to it."""
     last = inputs.query.shape[2] - 1 - trailing
     logits = inputs.of_queries(slice(last, last + 1)).logits()[:, :, 0]
     visible, propagates = logits > MASKED / 2, torch.zeros_like(logits, dtype=torch.bool)
     if bool((visible == visible[:1, :1]).all()):  # as without padding
         propagates[..., visible[0, 0]] = empirical_propagation(logits[..., visible[0, 0]])
         return visible, propagates
-    for row_propagates, row, keys in zip(
-        propagates.flatten(0, 1), logits.flatten(0, 1), visible.flatten(0, 1), strict=True
-    ):
+    of_rows = (each.flatten(0, 1) for each in (propagates, logits, visible))
+    for row_propagates, row, keys in zip(*of_rows, strict=True):
         row_propagates[keys] = empirical_propagation(row[keys])
     return visible, propagates
 
@@ -214,8 +203,7 @@ def weights_and_rows(
 ) -> tuple[Tensor, ...]:
     """Return weights; of each row the entropy in nats, the log-sum-exp, the largest logit, a learned column's weight.
 
-    With x = logit − max, the largest weight is 1/Z and the entropy ln Z − Σ p x: no logarithm of another weight,
-    no digits lost to a large common logit. `logits` is overwritten.
+    With x = logit − max, the largest weight is 1/Z and the entropy ln Z − Σ p x. `logits` is overwritten.
     """
     largest = logits.amax(dim=-1)
     shifted = logits.sub_(largest.unsqueeze(-1))

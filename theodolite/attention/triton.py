@@ -1,8 +1,8 @@
 """The attention summary on a CUDA device, by two Triton kernels.
 
-The first walks over keys for a block of queries with an online softmax, and keeps Σ p (x − max) beside Σ p, which is
-what the entropy needs. The second walks over queries for a block of keys, now that the normalisers are known. Nothing
-of size T×T is written. `summary.py` is what they are tested against; without Triton nothing here is used.
+The first walks over keys for a block of queries with an online softmax, and keeps Σ p (x − max) beside Σ p, for the
+entropy. The second walks over queries for a block of keys, now that the normalisers are known. Without Triton nothing
+here is used.
 """
 
 from __future__ import annotations
@@ -28,22 +28,17 @@ WIDEST_BYTES = 512
 
 Result = TypeVar("Result")
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-TILE_BYTES = 128
-"""Queries and keys of a tile: 64 in half precision, 32 in float32, so that a tile's operands fit."""
-
 _failed: list[str] = []
 
 
 def can_do(inputs: AttentionInputs) -> bool:
     """Tell whether the kernels can take these inputs: on CUDA, of a usual dtype, not too wide, without gradients."""
-    if kernels is None or _failed or not on_gpu(inputs.query):
+    if kernels is None or _failed or torch.is_grad_enabled() or not on_gpu(inputs.query):
         return False
     same = inputs.query.dtype == inputs.key.dtype == inputs.value.dtype
     width = max(inputs.query.shape[-1], inputs.value.shape[-1])
-    fits = inputs.query.dtype in DTYPES and width * inputs.query.element_size() <= WIDEST_BYTES
-    return same and fits and not torch.is_grad_enabled()
+    usual = inputs.query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return same and usual and width * inputs.query.element_size() <= WIDEST_BYTES
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -59,10 +54,8 @@ def tried(work: Callable[[], Result]) -> Result | None:
         raise
     except Exception as error:  # whatever compilers and drivers raise
         _failed.append(str(error))
-        warnings.warn(
-            f"Triton cannot run here ({error}): attention is summarised by slower torch operations",
-            stacklevel=2,
-        )
+        line = f"Triton cannot run here ({error}): attention is summarised by slower torch operations"
+        warnings.warn(line, stacklevel=2)
         return None
 
 
@@ -92,10 +85,9 @@ def summarise(inputs: AttentionInputs) -> tuple[Tensor, ...]:
 def mass(
     inputs: AttentionInputs, log_sum_exp: Float[Tensor, "batch heads queries"]
 ) -> Float64[Tensor, "batch heads keys"]:
-    """Compute the attention that each key receives, summed over queries in float64: (batch, heads, keys)."""
+    """Compute the attention that each key receives, summed over queries."""
     batch, heads = inputs.query.shape[:2]
-    keys = inputs.key.shape[2]
-    received = inputs.query.new_empty(batch, heads, keys, dtype=torch.float64)
+    received = inputs.query.new_empty(batch, heads, inputs.key.shape[2], dtype=torch.float64)
     first, last = _ranges(inputs, by_query=False)
     with _current_device(inputs.query):
         kernels.attention_mass[(batch * heads, len(first))](
@@ -111,12 +103,10 @@ def _current_device(tensor: Tensor) -> AbstractContextManager[object]:
 
 def _operands(inputs: AttentionInputs) -> tuple[object, ...]:
     """List queries, keys, mask and bias, each with its strides; 0 along what is broadcast."""
-    query, mask, bias = inputs.query, inputs.mask, inputs.bias
-    shape = (query.shape[0], query.shape[1], query.shape[2], inputs.key.shape[2])
-    mask = query if mask is None else mask.expand(shape)
-    bias = query if bias is None else bias.expand(shape)
+    shape = (*inputs.query.shape[:3], inputs.key.shape[2])
+    mask, bias = (inputs.query if t is None else t.expand(shape) for t in (inputs.mask, inputs.bias))
     operands: list[object] = []
-    for tensor in (query, inputs.key, mask, bias):
+    for tensor in (inputs.query, inputs.key, mask, bias):
         operands += [tensor, *tensor.stride()]
     return (*operands, float(inputs.scaling), float(inputs.softcap or 0.0))
 
@@ -145,16 +135,14 @@ def _padded(width: int) -> int:
 
 
 def _tile(inputs: AttentionInputs) -> int:
-    return TILE_BYTES // max(2, inputs.query.element_size())
+    """Count the queries and keys of a tile: 64 in half precision, 32 in float32, so that its operands fit."""
+    return 128 // max(2, inputs.query.element_size())
 
 
-def _ranges(
-    inputs: AttentionInputs, *, by_query: bool
-) -> tuple[Int[Tensor, " tiles"], Int[Tensor, " tiles"]]:
+def _ranges(inputs: AttentionInputs, by_query: bool) -> tuple[Int[Tensor, " tiles"], Int[Tensor, " tiles"]]:
     """Find the first and last key that the queries of each tile see; or the first and last query that sees its keys."""
     tile, length, others = _tile(inputs), inputs.query.shape[2], inputs.key.shape[2]
-    if not by_query:
-        length, others = others, length
+    length, others = (length, others) if by_query else (others, length)
     starts = torch.arange(0, length, tile, device=inputs.query.device, dtype=torch.int32)
     if inputs.mask is None:
         whole = torch.full_like(starts, others)

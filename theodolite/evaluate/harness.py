@@ -25,7 +25,7 @@ from theodolite.evaluate.perplexity import check_predicts
 from theodolite.evaluate.scores import Score
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.rotary import turned_alike_up_to
+from theodolite.models.source import turned_alike_up_to
 from theodolite.system.wording import nearest, with_extra
 
 BATCH, BOOTSTRAPS = 8, 1000

@@ -1,8 +1,4 @@
-"""Calls of a model's attention modules, repeated with other hidden states or in copies, and what arrives at their tap.
-
-A copy is in another dtype or has other weights, and leaves the model as it is. It must be run while
-`tapped(…, stop_at_tap)` is open: it stops as soon as the tap has queries, keys and values.
-"""
+"""Calls of a model's attention modules, repeated with other hidden states or in copies; what arrives at their tap."""
 
 from __future__ import annotations
 
@@ -44,10 +40,7 @@ DeepSeek 2), so that even a float64 copy is exact to float32 only; what is not a
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments with which a model calls an attention module, and how hidden states lie in them.
-
-    `batch` are the contexts and positions that the model read then, where they are in one row.
-    """
+    """The arguments with which a model calls an attention module, how hidden states lie there, and the batch read."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -101,31 +94,27 @@ class Call:
         """Let a cross-attention read its own hidden states in place of the encoder's, so that a row reaches all."""
         entered = self.entered
 
-        def is_memory(value: Any) -> bool:
-            if not isinstance(value, Tensor) or value is entered or value.ndim != 3:
-                return False
-            return value.is_floating_point() and value.shape[::2] == entered.shape[::2]
+        def own(value: Tensor) -> Tensor:
+            is_memory = (
+                value.ndim == 3 and value.shape[::2] == entered.shape[::2] and value.is_floating_point()
+            )
+            return entered if is_memory else value
 
-        return self._mapped(lambda value: entered if is_memory(value) else value)
+        return self._with_others(own)
 
     def with_others_changed(self) -> Call:
         """Change the numbers in all other tensors of the shape of its hidden states, to see what depends on them."""
-        entered = self.entered
+        shape = self.entered.shape
 
-        def changed(value: Any) -> Any:
-            alike = isinstance(value, Tensor) and value is not entered and value.shape == entered.shape
-            return 2 * value + 1 if alike and value.is_floating_point() else value
+        def changed(value: Tensor) -> Tensor:
+            return 2 * value + 1 if value.shape == shape and value.is_floating_point() else value
 
-        return self._mapped(changed)
+        return self._with_others(changed)
 
     def called_as(self, other: Call) -> bool:
         """Tell whether another call has the same arguments, masks and positions, but for its hidden states."""
         own, others = (
-            [
-                of
-                for of in tree_leaves((call.args, call.kwargs))
-                if isinstance(of, Tensor) and of is not call.entered
-            ]
+            [of for of in tree_leaves(vars(call)) if isinstance(of, Tensor) and of is not call.entered]
             for call in (self, other)
         )
         return len(own) == len(others) and all(map(torch.equal, own, others))
@@ -136,16 +125,12 @@ class Call:
 
     def _repeated(self, times: int) -> Call:
         """Repeat all but the hidden states for so many times the contexts."""
-        entered = self.entered
+        dim = self.layout.contexts
 
-        def repeated(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value is entered or value.ndim <= self.layout.contexts:
-                return value
-            sizes = [1] * value.ndim
-            sizes[self.layout.contexts] = times
-            return value.repeat(sizes)
+        def repeated(value: Tensor) -> Tensor:
+            return torch.cat([value] * times, dim) if value.ndim > dim else value
 
-        return self._mapped(repeated)
+        return self._with_others(repeated)
 
     def _of_row(self, value: Any, contexts: int) -> Any:
         """Spread the argument of one context over a row of several: repeat values by token, make a mask anew."""
@@ -158,6 +143,11 @@ class Call:
             return value
         dim = min(self.layout.contexts, value.ndim - 1)
         return torch.cat([value] * contexts, dim) if value.shape[dim] == tokens else value
+
+    def _with_others(self, change: Callable[[Tensor], Tensor]) -> Call:
+        """Change every tensor but the hidden states."""
+        entered = self.entered
+        return self._mapped(lambda it: change(it) if isinstance(it, Tensor) and it is not entered else it)
 
     def _mapped(self, change: Callable[[Any], Any]) -> Call:
         args = tuple(map(change, self.args))
@@ -194,10 +184,9 @@ def _to_dtype(value: Any, like: Tensor) -> Any:
         if value.dtype == like.dtype or not value.is_floating_point():
             return value.to(like.device)
         # The lowest number of a dtype is how an additive mask hides a key: it stays the lowest.
+        value = value.to(like.device)
         lowest = value <= torch.finfo(value.dtype).min / 2
-        return value.to(like.device, like.dtype).masked_fill(
-            lowest.to(like.device), torch.finfo(like.dtype).min
-        )
+        return value.to(like.dtype).masked_fill(lowest, torch.finfo(like.dtype).min)
     return tuple(_to_dtype(v, like) for v in value) if isinstance(value, tuple) else value
 
 
@@ -230,10 +219,8 @@ def run_until_tap(
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as error:
         # What else it is called with (embeddings of the tokens, say) fits the model's own hidden states only.
-        reason = str(error).partition("\n")[0]
-        raise NotAffine(
-            f"{type(module).__name__} takes no hidden states but the model's own: {reason}"
-        ) from error
+        name, reason = type(module).__name__, str(error).partition("\n")[0]
+        raise NotAffine(f"{name} takes no hidden states but the model's own: {reason}") from error
     raise WorkError(f"{type(module).__name__} did not reach its attention function")
 
 
@@ -243,15 +230,15 @@ def as_sequences(rows: Float[Tensor, "rows width"], module: nn.Module) -> Float[
 
 
 def hooked_by_accelerate(module: nn.Module) -> list[nn.Module]:
-    """List the parts of a module whose weights accelerate brings when they run; here they may be on the meta device."""
+    """List the parts of a module whose weights accelerate brings when they run."""
     return [child for child in module.modules() if hasattr(child, "_hf_hook")]
 
 
 def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Copy a module with its floating-point tensors in `dtype`; return the module itself where they are on meta.
 
-    A parameter that has this dtype shares its memory with the copy's. Offloaded weights are brought here, without
-    accelerate's hooks; those spread over ranks are gathered; quantised layers become plain ones, or raise `WorkError`.
+    A parameter that has this dtype shares its memory with the copy's. Offloaded weights are brought here, those spread
+    over ranks are gathered; quantised layers become plain ones, or raise `WorkError`.
     """
     quantised = list(quantised_layers(module, type(module).__name__))
     plain = {id(layer): dequantised(name, layer).to(dtype) for name, layer in quantised}

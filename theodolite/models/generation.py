@@ -11,7 +11,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.models.guard import measures
 from theodolite.models.opened import OpenModel
-from theodolite.models.writing import decode_greedily
+from theodolite.models.source import decode_greedily
 from theodolite.system.progress import ShowProgress
 
 
@@ -30,15 +30,12 @@ def continued(
     the first context's logits are compared.
 
     Args:
-        model: from `open_model`; causal, with an output head.
-        corpus: contexts of one length.
-        count: tokens a context.
         batch: contexts at a time; None: 4096 tokens' worth.
         show_progress: told (contexts done, contexts in all).
 
     Raises:
         UsageError: the model predicts no next token, has no positions for so many, or contexts have several lengths.
-        WorkError: it writes by other logits than it has of the finished text.
+        WorkError: it writes the first context by other logits than it has of the finished text.
     """
     model.check_writes(corpus.contexts.shape[1], count)
     if not corpus.text_alone:

@@ -1,15 +1,12 @@
 """A pass has its model to itself, and computes as if nothing had been set elsewhere.
 
-Mixed precision, dropout, defaults of dtype and device, rounded products and kernels of attention decide numbers. While
-a model is measured, all of these are as PyTorch and NumPy have them at the start of a process; afterwards they are as
-they were. Other threads wait: hooks and interventions hold for whoever calls the model.
+Other threads wait: hooks and interventions hold for whoever calls the model.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,7 +25,6 @@ from theodolite.system.shared import Shared
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-
 MAKING = threading.RLock()
 """Held while a model is made: transformers then changes its classes, for all threads (no ties, no first weights)."""
 
@@ -36,12 +32,11 @@ MAKING = threading.RLock()
 def measures(which: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
     """Decorate a function that measures a model: the model is `guarded` while the function runs.
 
-    Where the argument is no opened model (the function itself refuses it), only the state is a known one. The function
-    must run no other model that a second thread may have: two such could wait for each other.
+    The function must run no other model that a second thread may have: two such could wait for each other.
 
     Args:
         which: the opened model, as the function calls it: `"model"` for its argument of that name, `"self"`,
-            `"self.model"`.
+            `"self.model"`. Where it is no opened model (the function itself refuses it), only the state is a known one.
     """
     name, _, attribute = which.partition(".")
 
@@ -64,7 +59,7 @@ def measures(which: str) -> Callable[[Callable[Given, Result]], Callable[Given, 
 def guarded(model: nn.Module) -> Iterator[None]:
     """Let this thread alone measure `model` while open, in evaluation mode and the `known_state`.
 
-    It may be opened again by the thread that has it. To be left by the same thread: never by a generator.
+    To be left by the same thread: never by a generator.
     """
     held = _held(model)
     with held.lock:
@@ -90,23 +85,19 @@ def once_a_pass(model: nn.Module, name: str, work: Callable[[], Result]) -> Resu
     """Return the result of `work`, computed once for each name while the model is `guarded`."""
     held = _held(model)
     with held.lock:
-        if not held.depth:
-            return work()
-        if name not in held.known:
-            held.known[name] = work()
-        result: Result = held.known[name]
+        if name in held.known:
+            return held.known[name]
+        result = work()
+        if held.depth:
+            held.known[name] = result
         return result
-
-
-CASTING = ("cpu", "cuda", "xpu", "mps")
-"""Devices that autocast knows."""
 
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Keep autocast off while open: for what measures inside a forward pass that has switched it on by itself."""
     with ExitStack() as undo:
-        for device in CASTING:
+        for device in ("cpu", "cuda", "xpu", "mps"):  # those that autocast knows
             if torch.is_autocast_enabled(device):
                 undo.enter_context(torch.autocast(device, enabled=False))
         yield
@@ -117,8 +108,8 @@ def known_state(*, leave_inference: bool = True) -> Iterator[None]:
     """Let PyTorch and NumPy compute while open as they do at the start of a process, without gradients.
 
     Autocast is off, nothing runs compiled, what is made is float32 on the CPU unless something else is asked for,
-    products are not rounded, every kernel of attention may be chosen, and NumPy's errors are its own. With
-    `leave_inference`, what is made may be changed outside of the `torch.inference_mode` that is open now.
+    products are not rounded, and every kernel of attention may be chosen. With `leave_inference`, what is made may be
+    changed outside of the `torch.inference_mode` that is open now.
     """
     with ExitStack() as undo:
         if leave_inference and torch.is_inference_mode_enabled():
@@ -133,18 +124,8 @@ def known_state(*, leave_inference: bool = True) -> Iterator[None]:
         yield
 
 
-COMPILERS = {"torch._dynamo", "torch.nn.attention.flex_attention"}
-"""Where neither is imported nothing is compiled, and the import takes seconds; flex_attention compiles itself."""
-
-
-@contextmanager
-def eagerly() -> Iterator[None]:
-    """Run nothing compiled while open, in any thread."""
-    with _EAGER.entered() if COMPILERS & sys.modules.keys() else nullcontext():
-        yield
-
-
-_EAGER = Shared(lambda: torch.compiler.set_stance("force_eager"))
+eagerly = Shared(lambda: torch.compiler.set_stance("force_eager")).entered
+"""Run nothing compiled while open, in any thread."""
 
 
 @contextmanager
@@ -185,8 +166,8 @@ def _as_at_the_start() -> ExitStack:
     with ExitStack() as undo:
         undo.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
-        # Products and convolutions (patches of images, which cuDNN rounds to TF32) of float32 are in float32. PyTorch
-        # has two ways to say so, and does not answer in one what was said in the other.
+        # Products and convolutions of float32 are in float32. PyTorch has two ways to say so, and does not answer in
+        # one what was said in the other.
         try:
             precision = torch.get_float32_matmul_precision()
         except RuntimeError:
@@ -203,9 +184,7 @@ def _as_at_the_start() -> ExitStack:
         else:
             undo.callback(setattr, backends.cudnn, "allow_tf32", rounded)
             backends.cudnn.allow_tf32 = False
-        undo.enter_context(
-            sdpa_kernel([*SDPBackend.__members__.values()])
-        )  # which is chosen decides last bits
+        undo.enter_context(sdpa_kernel([*SDPBackend.__members__.values()]))  # they differ in last bits
         return undo.pop_all()
 
 

@@ -28,10 +28,7 @@ class Hooks(Protocol):
         return
 
     def resume(self, layer: int, hidden: Tensor) -> None:
-        """Receive the residual stream again as it enters a block after the first, where blocks may run alone.
-
-        Other contexts may have gone through the block before since this one did.
-        """
+        """Receive the residual stream again as it enters a block after the first, where blocks may run alone."""
         return
 
     def attention_input(self, layer: int, hidden: Tensor) -> None:

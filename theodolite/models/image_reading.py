@@ -1,7 +1,4 @@
-"""Read images as a checkpoint does: by its own image processor, into its tokens, also among those of a text.
-
-The processor is that of `transformers` on Pillow and NumPy: pixel values are the same with torchvision and without it.
-"""
+"""Read images as a checkpoint does: by its own image processor, into its tokens, also among those of a text."""
 
 from __future__ import annotations
 
@@ -20,16 +17,12 @@ from theodolite.models.opened import OpenModel
 from theodolite.models.stored.loading import LOADING_ERRORS, reason_of, without_progress_bars
 
 PIXELS = "pixel_values"
-CLASS_TOKEN = "[CLS]"
-MOST_UNNAMED = 1
-"""Tokens before the patches that are neither the class token nor registers: DeiT has one, for its teacher."""
 
 
 def image_reader(model: OpenModel) -> TransformedImages:
     """Describe how a model reads images: pass it to `Corpus.from_path` in place of a tokenizer.
 
-    Raises:
-        UsageError: the model reads no images, has no image processor, or tokens that are no grid of patches.
+    `UsageError`: it reads no images, has no image processor, or tokens that are no grid of patches.
     """
     source = model.id
     if not isinstance(model.root, PreTrainedModel):
@@ -45,28 +38,25 @@ def image_reader(model: OpenModel) -> TransformedImages:
     if size is None or patch is None:
         raise UsageError(f"{source}: its config.json does not say how its images are cut into patches")
     leading = tokens - (size[0] // patch[0]) * (size[1] // patch[1])
-    before = _names(leading, int(getattr(config, "num_register_tokens", 0) or 0))
-    if before is None:
+    registers = int(getattr(config, "num_register_tokens", 0) or 0)
+    others = leading - 1 - registers  # DeiT has one, for its teacher
+    if (leading or registers) and others not in (0, 1):
         raise UsageError(
             f"{source} makes {tokens} tokens of an image of {size[0]} × {size[1]} pixels: they are no grid of patches"
         )
+    before = ("[CLS]", *["token 1"] * others, *(f"register {1 + number}" for number in range(registers)))
     processor = _loaded(AutoImageProcessor, model, "image processor", "preprocessor_config.json")
     # Values are (colour · rescale_factor − mean) / deviation, where the processor does either.
     factor = processor.rescale_factor if getattr(processor, "do_rescale", True) else 1.0
     normalized = getattr(processor, "do_normalize", False)
     colours = (processor.image_mean, processor.image_std) if normalized else (0, 1)
     mean, deviation = (tuple(np.atleast_1d(each) / (255 * factor)) for each in colours)
-    return TransformedImages(partial(_pixels, processor), patch, before, mean, deviation)
+    return TransformedImages(partial(_pixels, processor), patch, before[:leading], mean, deviation)
 
 
 def pictured_text_reader(model: OpenModel) -> PicturedTextReader:
-    """Describe how a model reads a text with a picture in it: for `Corpus.from_pictured`.
-
-    Raises:
-        UsageError: the model reads no pictures beside text, or has no processor.
-    """
-    config = getattr(model.root, "config", None)
-    token = getattr(config, "image_token_id", None)
+    """Describe how a model reads a text with a picture in it; `UsageError` where it cannot, or has no processor."""
+    token = getattr(getattr(model.root, "config", None), "image_token_id", None)
     if token is None or model.vocabulary is None:
         raise UsageError(f"{model.id} reads no images in a text (its config has no image_token_id)")
     processor = _loaded(AutoProcessor, model, "processor of images and text", "processor_config.json")
@@ -95,9 +85,8 @@ def _ids_and_tensors(processor: Any, document: Document) -> tuple[list[int], dic
 def _loaded(loader: Any, model: OpenModel, what: str, file: str) -> Any:
     try:
         with without_progress_bars():
-            return loader.from_pretrained(
-                model.id, revision=model.revision, backend="pil", trust_remote_code=False
-            )
+            options = {"revision": model.revision, "backend": "pil", "trust_remote_code": False}
+            return loader.from_pretrained(model.id, **options)
     except LOADING_ERRORS as error:
         raise UsageError(
             f"{model.id} has no {what} that can be read ({reason_of(error)}): save its {file} beside its weights"
@@ -112,14 +101,3 @@ def _sides(size: Any) -> tuple[int, int] | None:
     if isinstance(size, int):
         return size, size
     return (int(size[0]), int(size[1])) if isinstance(size, list | tuple) and len(size) == 2 else None
-
-
-def _names(leading: int, registers: int) -> tuple[str, ...] | None:
-    """Name the tokens before the patches; None where there cannot be as many."""
-    unnamed = leading - 1 - registers
-    if leading == 0 and not registers:
-        return ()
-    if not 0 <= unnamed <= MOST_UNNAMED:
-        return None
-    others = [f"token {1 + number}" for number in range(unnamed)]
-    return (CLASS_TOKEN, *others, *(f"register {1 + number}" for number in range(registers)))

@@ -23,10 +23,9 @@ from theodolite.models.source import Source
 from theodolite.models.stored import loading
 from theodolite.models.stored.dequantised import holds_quantised_layers
 from theodolite.models.structure import Structure
-from theodolite.models.structure_search import find_structure
+from theodolite.models.structure_search import VERIFIED_LENGTH, find_structure, verify_attention
 from theodolite.models.training.shards import as_sharded, is_spread, register_spread
 from theodolite.models.training.training_model import unwrap
-from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system.choices import Attention, check_dtype, check_one_place
 from theodolite.system.processor import say_if_slow
 
@@ -53,7 +52,6 @@ def open_model(
         path_or_id: a folder with `config.json` and safetensors weights, a GGUF file or a folder with one (needs
             `pip install '.[gguf]'`), or a name on the hub. Or a model of `transformers` that is in memory, a
             pipeline's, or one of PEFT: it stays as and where it is, and only a tokenizer may be given with it.
-        tokenizer: in place of the checkpoint's own.
         attention: of an encoder-decoder: "decoder" (its own, as None), "encoder", or "cross" (the decoder's to the
             encoder). Encoder and decoder read the same tokens.
         dtype: "auto" keeps the checkpoint's own (of a GGUF file float32); else "float32", "bfloat16" and so on.
@@ -71,7 +69,11 @@ def open_model(
     if isinstance(piped, nn.Module):
         path_or_id, tokenizer = piped, tokenizer or getattr(path_or_id, "tokenizer", None)
     if isinstance(path_or_id, nn.Module):
-        return _in_memory(path_or_id, tokenizer, attention, (dtype, device, device_map, revision, tower))
+        if (dtype, device, device_map, revision, tower) != ("auto", None, None, None, None):
+            raise UsageError(
+                f"{type(path_or_id).__name__} is in memory: move or convert it before, and give no dtype or device"
+            )
+        return _in_memory(path_or_id, tokenizer, attention)
     check_dtype(dtype)
     check_one_place(device, device_map)
     target = loading.usable_device(device)
@@ -85,11 +87,12 @@ def open_model(
     except TheodoliteError:
         raise
     except loading.LOADING_ERRORS as error:
+        reason = loading.reason_of(error)
         if checkpoint.local:
-            raise UsageError(f"cannot open {place}: {loading.reason_of(error)}") from error
+            raise UsageError(f"cannot open {place}: {reason}") from error
         raise UsageError(
-            f"there is no folder {place}, and it cannot be opened from the hub: {loading.reason_of(error)} (with "
-            "HF_HUB_OFFLINE=1 no network is waited for)"
+            f"there is no folder {place}, and it cannot be opened from the hub: {reason} (with HF_HUB_OFFLINE=1 no "
+            "network is waited for)"
         ) from error
     if device_map is None:
         model = model.to(target)  # type: ignore[arg-type]
@@ -105,14 +108,11 @@ def open_model(
 
 
 def before_weights(
-    path_or_id: str | Path | None,
-    attention: Attention | None,
-    revision: str | None,
-    tower: loading.Tower | None,
+    path_or_id: str | None, attention: Attention | None, revision: str | None, tower: loading.Tower | None
 ) -> OpenModel | None:
     """Describe a checkpoint by its configuration and tokenizer alone, to check options before weights are read.
 
-    Arguments are those of `open_model`. None: the configuration does not say enough, or `open_model` says why.
+    None: the configuration does not say enough, or `open_model` says why.
     """
     checkpoint = loading.Checkpoint.at(path_or_id, revision)
     try:
@@ -124,9 +124,8 @@ def before_weights(
         heads = (text.num_attention_heads,) * text.num_hidden_layers
     except loading.LOADING_ERRORS:
         return None
-    cross = source.attention == "cross"
     structure: Any = SimpleNamespace(
-        attention=heads, heads_of=heads, attention_at=lambda layer: None, cross=cross
+        attention=heads, heads_of=heads, attention_at=lambda layer: None, cross=source.attention == "cross"
     )
     name = type(skeleton).__name__  # classes that fill in words read those after them, too
     fills_in = name in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
@@ -138,15 +137,8 @@ def before_weights(
 
 
 def _in_memory(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase | None,
-    attention: Attention | None,
-    others: tuple[Any, ...],
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, attention: Attention | None
 ) -> OpenModel:
-    if others != ("auto", None, None, None, None):
-        raise UsageError(
-            f"{type(model).__name__} is in memory: move or convert it before, and give no dtype or device"
-        )
     inner = unwrap(model)
     register_spread(model)
     if is_spread(inner):
@@ -175,7 +167,6 @@ def open_module(
     it is: modes, hooks, gradients.
 
     Args:
-        module: the module; inside `torch.compile` it is found.
         vocabulary: ids go from 0 to this, exclusive; None: as many as the tokenizer has.
         forward: runs the module on ids (contexts, positions), as `lambda module, ids: …`; None: it is called with them.
             For what is predicted it must return logits (contexts, positions, vocabulary), or a tuple that begins so.
@@ -193,19 +184,18 @@ def open_module(
     if not isinstance(module, nn.Module):
         raise UsageError(f"open_module takes a torch.nn.Module, not {type(module).__name__}")
     names = (blocks,) if isinstance(blocks, str) else blocks
-    if image is None and vocabulary is None and tokenizer is None:
+    if vocabulary is None and tokenizer is not None:
+        vocabulary = len(tokenizer)
+    if vocabulary is None and image is None:
         raise UsageError(
             "say how many token ids there are, vocabulary=…, or give a tokenizer; for images, image=…"
         )
-    if image is not None and (vocabulary is not None or tokenizer is not None):
+    if vocabulary is not None and image is not None:
         raise UsageError("a module reads tokens or images: give vocabulary=… or image=…, not both")
-    if image is None and vocabulary is None:
-        vocabulary = len(tokenizer or ())
     inner: nn.Module = getattr(module, "_orig_mod", module)
     register_spread(inner)
-    source = Source.of_module(
-        inner, vocabulary, forward, longest, image, None if names is None else tuple(names), attention
-    )
+    of_blocks = None if names is None else tuple(names)
+    source = Source.of_module(inner, vocabulary, forward, longest, image, of_blocks, attention)
     return _opened(source, tokenizer)
 
 
@@ -230,12 +220,7 @@ def on_a_few_tokens(source: Source) -> Iterator[None]:
 def verified_parts(
     source: Source, length: int = VERIFIED_LENGTH, skip_overflow: bool = False
 ) -> tuple[Structure, Calls, Sequence[AttentionInputs]]:
-    """Find the structure and the calls of a model in evaluation mode, and verify its attention, on small inputs.
-
-    Raises:
-        UsageError: an unsupported family, or a window in which tokens see nothing.
-        WorkError: the tapped attention is not the model's own.
-    """
+    """Find the structure and the calls of a model in evaluation mode, and verify its attention, on small inputs."""
     with on_a_few_tokens(source):
         if source.predict is not None and holds_quantised_layers(source.root):
             source.predict(source.sample(1))  # compressed-tensors unpacks when the whole model is first run

@@ -12,18 +12,17 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from theodolite.attention.inputs import AttentionInputs, attend, softmax
+from theodolite.attention.inputs import AttentionInputs, softmax
 from theodolite.corpus.cutting import contexts_of_one_length, whole_ids
 from theodolite.errors import UsageError, WorkError, first_line
-from theodolite.models.calls import Call, Calls
-from theodolite.models.doors.taps import tapped
+from theodolite.models.calls import Calls
 from theodolite.models.guard import between_passes, measures, once_a_pass
-from theodolite.models.source import Inputs, Source
+from theodolite.models.source import Inputs, Source, decode_greedily
 from theodolite.models.stored.checkpoint_tensors import StreamedBlocks
 from theodolite.models.stored.dequantised import dequantised, quantised_layers
 from theodolite.models.stored.weights_checksum import Weights, weights_checksum, weights_sha256
-from theodolite.models.structure import NoAttention, Structure, Turns, first_output, removed_on_leaving
-from theodolite.models.verification import attention_kind, positions_of
+from theodolite.models.structure import NoAttention, Structure, first_output
+from theodolite.models.structure_search import attention_kind, positions_of, recorded_inputs
 from theodolite.models.weights.head_weights import (
     HeadWeights,
     read_head_weights,
@@ -31,7 +30,6 @@ from theodolite.models.weights.head_weights import (
     state_of,
 )
 from theodolite.models.weights.weight_map import WeightMaps
-from theodolite.models.writing import decode_greedily
 from theodolite.system.choices import check_whole
 
 
@@ -40,9 +38,7 @@ class OpenModel:
     """A checkpoint that has been opened and verified.
 
     Attributes:
-        source: what to hook and tap, how to run it, and what it reads; in evaluation mode. How it attends is its own
-            except while it is surveyed, its head weights are read or an intervention is under way.
-        tokenizer: its tokenizer, or None where the checkpoint has none.
+        source: what to hook and tap, how to run it, and what it reads; in evaluation mode.
         width: width of the residual stream d.
         causal: whether a query is kept from later keys.
         positions: how it encodes them, as `positions_of` says.
@@ -90,21 +86,15 @@ class OpenModel:
                 "attention among the tokens of a context is read"
             )
         causal, bias = attention_kind(inputs)
+        positions = positions_of(source, calls[structure.attending[0]], bias)
         named = rest.get("sha256") or rest.get("revision")
+        rest["_checksum"] = weights_checksum(source.root) if named else None
         return cls(
-            source=source,
-            structure=structure,
-            width=structure.width,
-            causal=causal,
-            positions=positions_of(source, calls[structure.attending[0]], bias),
-            calls=calls,
-            streamed=streamed,
-            _checksum=weights_checksum(source.root) if named else None,
-            **rest,
+            source, structure, structure.width, causal, positions, calls=calls, streamed=streamed, **rest
         )
 
     def __repr__(self) -> str:
-        """Describe the model in a line, without the module tree that `hf` has."""
+        """Describe the model in a line."""
         interventions = f", {'; '.join(self._interventions)}" if self._interventions else ""
         return (
             f"OpenModel({self.id}: {self.source.family}, {self.layers} blocks × {self.heads} heads × width "
@@ -179,14 +169,15 @@ class OpenModel:
 
     def weights(self) -> Weights:
         """Identify the weights that are in memory now: read in whole, once a pass."""
-        return once_a_pass(self.root, "weights", self._weights_now)
 
-    def _weights_now(self) -> Weights:
-        if self.sha256 is None and self.revision is None:
-            return Weights(weights_sha256(self.root), None, in_memory=True)
-        if self._checksum is None or weights_checksum(self.root) == self._checksum:
-            return Weights(self.sha256, self.revision)
-        return Weights(weights_sha256(self.root), None, changed=True)
+        def now() -> Weights:
+            if self.sha256 is None and self.revision is None:
+                return Weights(weights_sha256(self.root), None, in_memory=True)
+            if self._checksum is None or weights_checksum(self.root) == self._checksum:
+                return Weights(self.sha256, self.revision)
+            return Weights(weights_sha256(self.root), None, changed=True)
+
+        return once_a_pass(self.root, "weights", now)
 
     @property
     def device(self) -> torch.device:
@@ -196,8 +187,7 @@ class OpenModel:
     @measures("self")
     def forward(self, inputs: Inputs) -> Tensor:
         """Run a pass without gradients or a cache: of `transformers`, the last hidden states (…, width)."""
-        with torch.no_grad():
-            return first_output(self.source.run(inputs))
+        return first_output(self.source.run(inputs))
 
     @measures("self")
     def logits(
@@ -205,14 +195,12 @@ class OpenModel:
     ) -> Float[Tensor, "*positions vocabulary"]:
         """Compute the next-token logits of a pass without gradients or a cache; the model must have an output head.
 
-        Args:
-            chosen: the positions that are asked for, in whose order they come, (tokens, vocabulary): of a large
-                vocabulary most of a pass is saved. None: all of them, (contexts, positions, vocabulary).
+        They are of all positions, (contexts, positions, vocabulary), or of those `chosen`, (tokens, vocabulary), which
+        saves most of a pass where the vocabulary is large.
         """
         if self.source.predict is None:
             raise UsageError(f"{self.id} has no output head that is read, so it predicts no tokens")
-        with torch.no_grad():
-            return self.source.predict(ids, chosen)
+        return self.source.predict(ids, chosen)
 
     @measures("self")
     def attention(
@@ -229,18 +217,16 @@ class OpenModel:
 
         Args:
             ids: token ids (contexts, positions); of a single context they may be (positions).
-            layer: counted from 0. heads: those wanted, in this order; None: all.
+            heads: those wanted, in this order; None: all.
             attention_mask, position_ids: of padded or packed rows, as `Corpus.from_ids` takes them; each context is
                 read by itself, and all must be as long as each other.
-            generate: tokens that the model writes behind each context, the most probable each time, which are read
-                with it: attention as the model writes is that of the finished text.
+            generate: tokens that the model writes behind each context, the most probable each time, to be read with it.
 
         Returns:
             Weights in float32 or better. They sum to 1 over the keys, less where a learned sink column takes part.
 
         Raises:
-            UsageError: no such layer, head or token, contexts of several lengths or with too many tokens, or a model
-                that writes nothing.
+            UsageError: no such layer, head or token; contexts of several lengths or too long; a model that writes none.
             WorkError: it writes by other logits than it has of the finished text.
         """
         check_whole(layer=layer, generate=generate)
@@ -257,20 +243,11 @@ class OpenModel:
             raise UsageError(
                 f"contexts of {contexts.shape[1]} tokens are longer than the {self.longest} of {self.id}"
             )
-        turns, called, weights = Turns(self.structure.attention), dict[nn.Module, int](), list[Tensor]()
-
-        def enter(module: nn.Module, args: Any) -> None:
-            called[module] = turns.take(module)
-
-        def tap(module: nn.Module, inputs: AttentionInputs) -> Tensor:
-            if called.pop(module, None) == layer:
-                weights.append(softmax(inputs.logits(), inputs.sink)[:, chosen])
-            return attend(inputs)
-
-        hook = self.structure.attention_at(layer).register_forward_pre_hook(enter)
-        with removed_on_leaving([hook]), tapped(self.root, tap):
+        looked_at = self if self.structure.shared else self.only([layer])
+        with recorded_inputs(self.root, looked_at.structure) as recorded:
             self.forward(contexts)
-        return weights[0]
+        inputs = recorded[looked_at.attending.index(layer)]
+        return softmax(inputs.logits(), inputs.sink)[:, chosen]
 
     def check_writes(self, length: int, count: int) -> None:
         """Raise `UsageError` where it cannot continue contexts of a length by so many tokens."""
@@ -289,9 +266,7 @@ class OpenModel:
     def required_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer; `UsageError` where the checkpoint has none."""
         if self.tokenizer is None:
-            raise UsageError(
-                f"{self.id} has no tokenizer beside its weights that can be read: save one there"
-            )
+            raise UsageError(f"{self.id} has no tokenizer beside its weights that is read: save one there")
         return self.tokenizer
 
     def required_vocabulary(self) -> Any:
@@ -342,12 +317,12 @@ class OpenModel:
         Raises:
             UsageError: there is no such layer.
             NoAttention: (a `WorkError`) the layer's block does not attend.
-            NotAffine: (a `WorkError`) the layer's queries and keys are no affine function of its input.
-            WorkError: of a model opened by `open_streamed`: the layer's weights are not there, or no numbers.
+            NotAffine: (a `WorkError`) its queries and keys are no affine function of its input.
+            WorkError: (of `open_streamed`) its weights are not there, or no numbers.
         """
-        call = self._call(layer)
+        self._check_layer(layer)
         with self.block_present(layer):
-            return read_head_weights(self.root, self.structure, layer, call, self.weight_maps)
+            return read_head_weights(self.root, self.structure, layer, self.calls[layer], self.weight_maps)
 
     @measures("self")
     def output_weights(self, layer: int) -> Float64[Tensor, "heads value_width width"]:
@@ -359,15 +334,14 @@ class OpenModel:
             UsageError: there is no such layer.
             WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
         """
-        call = self._call(layer)
+        self._check_layer(layer)
         state, known = state_of(self.structure.blocks[layer]), self._output_weights.get(layer)
         if known is None or known[0] != state:
             self._output_weights.clear()
             try:
                 with self.block_present(layer):
-                    read = read_output_weights(
-                        self.root, self.structure, layer, call, self.source.small_pass(1)
-                    )
+                    run = self.source.small_pass(1)
+                    read = read_output_weights(self.root, self.structure, layer, self.calls[layer], run)
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, ValueError, LookupError) as error:  # of the module's own code
@@ -378,18 +352,12 @@ class OpenModel:
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.layers:
             raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {self.layers - 1}")
-
-    def _call(self, layer: int) -> Call:
-        self._check_layer(layer)
         self.structure.attention_at(layer)  # names a layer that has none
-        return self.calls[layer]
 
     def attention_alone(self, layer: int) -> nn.Module:
         """Return the attention module of one layer, to change it; `UsageError` where other layers share it (ALBERT)."""
         if self.structure.shared:
-            raise UsageError(
-                f"{self.id}: several layers share one attention module, so none can be changed alone"
-            )
+            raise UsageError(f"several layers share one attention module in {self.id}: none is changed alone")
         return self.structure.attention_at(layer)
 
     @measures("self")
@@ -400,12 +368,9 @@ class OpenModel:
             dequantised(name, layer)
 
     def only(self, layers: Sequence[int] | None) -> OpenModel:
-        """Return the same model restricted to the heads of some layers (None: all).
+        """Return the same model restricted to the heads of some layers (None: all); hidden states are those of all.
 
-        What it computes, its weights and its interventions are shared. Hidden states are still those of all layers.
-
-        Raises:
-            UsageError: no layer, or one that does not exist or attend; a model whose layers share modules.
+        `UsageError` where one does not exist or attend, and for a model whose layers share modules.
         """
         if layers is None:
             return self
@@ -417,22 +382,18 @@ class OpenModel:
         for layer in chosen:
             self.check_place(layer)
         whole = self.structure
-        keeps = [layer in chosen for layer in range(self.layers)]
         structure = replace(
             whole,
-            attention=tuple(
-                module if keep else None for keep, module in zip(keeps, whole.attention, strict=True)
-            ),
-            heads_of=tuple(keep * heads for keep, heads in zip(keeps, whole.heads_of, strict=True)),
-            value_widths=tuple(keep * width for keep, width in zip(keeps, whole.value_widths, strict=True)),
+            attention=tuple(it if layer in chosen else None for layer, it in enumerate(whole.attention)),
+            heads_of=tuple(it if layer in chosen else 0 for layer, it in enumerate(whole.heads_of)),
+            value_widths=tuple(it if layer in chosen else 0 for layer, it in enumerate(whole.value_widths)),
         )
         return replace(self, structure=structure, chosen=chosen)
 
     def check_place(self, layer: int, head: int = 0) -> None:
         """Raise `UsageError` where there is no such layer, or no such head in it; and where it does not attend."""
-        self._check_layer(layer)
         try:
-            self.structure.attention_at(layer)
+            self._check_layer(layer)
         except NoAttention as error:
             raise UsageError(str(error)) from error
         heads = self.heads_of[layer]

@@ -26,9 +26,6 @@ class Focus:
     Attributes:
         prompt: the text; None: random tokens, twice.
         layer, head: the one head, both or neither; neither: the heads that follow each pattern of attention most.
-
-    Raises:
-        UsageError: a layer without a head, a head without a layer, or an empty prompt.
     """
 
     prompt: str | None = None
@@ -53,36 +50,26 @@ def shipped_prompt(name: str) -> str:
 
 
 def prompt_ids(model: OpenModel, prompt: str | None, longest: int, seed: int) -> Int[Tensor, " positions"]:
-    """Tokenize the prompt, special tokens included; None: random tokens, twice, `longest` at most.
-
-    `UsageError` where the model has no tokenizer, or the prompt is too short.
-    """
+    """Tokenize the prompt, special tokens included; None: random tokens, twice, `longest` at most."""
     if prompt is None:
-        ids, _, _ = repeated_random_tokens(
-            model.required_vocabulary(), min(REPEATED, longest), 1, seed, below=model.vocabulary
-        )
-        return ids[0]
+        vocabulary, length = model.required_vocabulary(), min(REPEATED, longest)
+        return repeated_random_tokens(vocabulary, length, 1, seed, below=model.vocabulary)[0][0]
     if model.tokenizer is None:
         raise UsageError(f"{model.id} has no tokenizer to read a prompt with: leave --prompt out")
     text = prompt.encode("utf-8", "replace").decode()  # a shell can hand over half a surrogate pair
     tokens = list(model.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
     if len(tokens) < LEAST_LENGTH:
-        raise UsageError(
-            f"the prompt is {counted(len(tokens), 'token')} long: give one of at least {LEAST_LENGTH}"
-        )
+        found = counted(len(tokens), "token")
+        raise UsageError(f"the prompt is {found} long: give one of at least {LEAST_LENGTH}")
     return torch.tensor(tokens)
 
 
 def prompt_or_shipped(model: OpenModel, prompt: str | None, shipped: str) -> Int[Tensor, " positions"]:
-    """Return the prompt asked for, or of the shipped one the last tokens that fit the model's positions.
-
-    `UsageError` where the model has no tokenizer, or the prompt asked for is too short or too long.
-    """
+    """Return the prompt asked for, or of the shipped one the last tokens that fit the model's positions."""
     if prompt is None:
         return prompt_ids(model, shipped_prompt(shipped), 0, 0)[-(model.longest or 0) :]
     ids = prompt_ids(model, prompt, 0, 0)
     if not model.has_positions(len(ids)):
-        raise UsageError(
-            f"the prompt is {len(ids)} tokens long: {model.id} has positions for {model.longest}"
-        )
+        line = f"the prompt is {len(ids)} tokens long: {model.id} has positions for {model.longest}"
+        raise UsageError(line)
     return ids

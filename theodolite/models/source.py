@@ -6,20 +6,20 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.cutting import NO_TOKEN
 from theodolite.corpus.images import PicturedIds
-from theodolite.errors import UsageError, first_line
+from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.models.one_row import reading
-from theodolite.models.rotary import positions_by
 from theodolite.models.structure import Layout, Run, first_output, removed_on_leaving
 from theodolite.system.choices import DECODER, Attention, check_attention
 
@@ -38,10 +38,9 @@ class Source:
         predict: the next-token logits of a batch, or (tokens, vocabulary) of the positions that a mask (contexts,
             positions) chooses, which saves what the head costs for the others; None where there is no output head.
         reads: the name of what it reads: "input_ids", or "pixel_values" and the like.
-        vocabulary: tokens that it has an embedding for; None where it reads none.
+        vocabulary: tokens that it has an embedding for; None where it reads images, of the shape `image`.
         longest: tokens that it has positions for; None where it sets no limit (ALiBi).
-        sample: a small valid batch of one context with so many tokens, or fewer where it has no positions for them.
-        probe: a pass over it, over two such contexts, or with one token more for an encoder, to find the structure.
+        probe: `run` so that the structure shows: of two such contexts, or with one token more for an encoder.
         of_copy: the same of a copy of the root.
         attends: which of its attention is looked at, in such a pass; `attention`: the name of that.
         blocks: names of its blocks, or of the one list that holds them; None: they are found.
@@ -53,9 +52,9 @@ class Source:
     predict: Callable[..., Float[Tensor, "*positions vocabulary"]] | None
     reads: str
     vocabulary: int | None
+    image: tuple[int, ...] | None
     longest: int | None
-    sample: Callable[[int], Tensor]
-    probe: Callable[[int], Run]
+    probe: Callable[[Tensor], Any]
     of_copy: Callable[[Any], Source]
     attends: Callable[[nn.Module, AttentionInputs], bool] = lambda module, inputs: True
     attention: str | None = None
@@ -73,10 +72,8 @@ class Source:
         name, trunk = model.main_input_name, model.base_model
         if name not in inspect.signature(trunk.forward).parameters:  # DINOv3's is its encoder alone
             trunk = model
-        vocabulary = embedded_tokens(model) if name == "input_ids" else None
-        longest = longest_of(model)
-        sample = _sampler(model, vocabulary, longest, lambda: _image_shape(model))
-        options: dict[str, Any] = {"use_cache": False} if name == "input_ids" else {}
+        reads_ids = name == "input_ids"
+        options: dict[str, Any] = {"use_cache": False} if reads_ids else {}
         # An entry may be the whole model, whose logits nobody reads in a run.
         chooses = entry is not None and "logits_to_keep" in inspect.signature(model.forward).parameters
         fewest = {"logits_to_keep": 1} if chooses else {}
@@ -113,10 +110,10 @@ class Source:
             run=run,
             predict=None if model.get_output_embeddings() is None else predict,
             reads=name,
-            vocabulary=vocabulary,
-            longest=longest,
-            sample=sample,
-            probe=lambda length: lambda: run(sample(length)),
+            vocabulary=embedded_tokens(model) if reads_ids else None,
+            image=None if reads_ids else _image_shape(model),
+            longest=longest_of(model),
+            probe=run,
             of_copy=cls.of_transformers,
         )
 
@@ -132,16 +129,12 @@ class Source:
         attention: str | None = None,
     ) -> Source:
         """Describe any module that reads token ids, or pixel values."""
-        trunk, sample = _Trunk(module, forward), _sampler(module, vocabulary, longest, lambda: image)
+        trunk = _Trunk(module, forward)
         chosen = {
             inner
             for name, inner in module.named_modules(remove_duplicate=False)
             if attention is None or f".{name}".endswith(f".{attention}")
         }
-
-        def several(length: int) -> Tensor:
-            """Draw two contexts, which tell whether they are apart or in a row; an image is one."""
-            return sample(length) if vocabulary is None else sample(length).repeat(2, 1)
 
         def predict(batch: Tensor, chosen: Tensor | None = None) -> Tensor:
             logits = first_output(trunk(batch))
@@ -163,20 +156,28 @@ class Source:
             predict=None if vocabulary is None else predict,
             reads="pixel_values" if vocabulary is None else "input_ids",
             vocabulary=vocabulary,
+            image=image,
             longest=longest,
-            sample=sample,
-            probe=lambda length: lambda: trunk(several(length)),
+            # Two contexts tell whether they are apart or in a row; an image is one.
+            probe=trunk if vocabulary is None else lambda ids: trunk(ids.repeat(2, 1)),
             attends=lambda inner, inputs: inner in chosen,
             attention=attention,
             blocks=blocks,
-            of_copy=lambda copied: cls.of_module(
-                copied, vocabulary, forward, longest, image, blocks, attention
-            ),
+            of_copy=lambda copy: cls.of_module(copy, vocabulary, forward, longest, image, blocks, attention),
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Source:
         """Copy the model, with functions that run the copy."""
         return self.of_copy(copy.deepcopy(self.root, memo))
+
+    def sample(self, length: int) -> Tensor:
+        """Draw a batch of one context: so many token ids, or fewer where it has no positions for them; or an image."""
+        generator = torch.Generator().manual_seed(0)
+        if self.vocabulary is None:
+            assert self.image is not None
+            return torch.randn(1, *self.image, generator=generator).to(self.device, self.dtype)
+        shape = 1, min(length, self.longest or length)
+        return torch.randint(self.vocabulary, shape, generator=generator).to(self.device)
 
     def small_pass(self, length: int) -> Run:
         """Make a pass over `sample(length)`, all of it."""
@@ -220,12 +221,8 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
     """Let encoder and decoder read the same tokens."""
     check_attention(attention)
     if model.main_input_name != "input_ids":
-        raise UsageError(
-            f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
-        )
-    encoder, vocabulary, longest = model.get_encoder(), embedded_tokens(model), longest_of(model)
-    trunk = encoder if attention == "encoder" else model.base_model
-    sample = _sampler(model, vocabulary, longest and longest - 1)
+        raise _reads_something_else(model)
+    trunk = model.get_encoder() if attention == "encoder" else model.base_model
 
     def run(ids: Any, more: int = 0) -> Any:
         ids = source = ids.to(device_of(model))
@@ -250,10 +247,10 @@ def _of_encoder_decoder(model: PreTrainedModel, attention: Attention, entry: nn.
         run=run,
         predict=None,
         reads="input_ids",
-        vocabulary=vocabulary,
-        longest=longest,
-        sample=sample,
-        probe=lambda length: lambda: run(sample(length), more=1),
+        vocabulary=embedded_tokens(model),
+        image=None,
+        longest=longest_of(model),
+        probe=functools.partial(run, more=1),
         attends=attends,
         attention=attention,
         of_copy=functools.partial(Source.of_transformers, attention=attention),
@@ -270,22 +267,21 @@ class _Trunk(nn.Module):
     def forward(self, ids: Tensor) -> Any:
         """Run the module on token ids, or images; `UsageError` where it has no place for them."""
         module = self._run.args[0]
-        ids = ids.to(device_of(module), dtype_of(module) if ids.is_floating_point() else ids.dtype)
+        is_image = ids.is_floating_point()
+        ids = ids.to(device_of(module), dtype_of(module) if is_image else ids.dtype)
         try:
             # Of an image no more is known than that it is one context.
-            with reading(None if ids.is_floating_point() else (ids.shape[0], ids.shape[1])):
+            with reading(None if is_image else (ids.shape[0], ids.shape[1])):
                 return self._run(ids)
         except torch.OutOfMemoryError:
             raise
         except (IndexError, RuntimeError) as error:
-            what = "images" if ids.is_floating_point() else f"contexts of {ids.shape[1]} tokens"
-            longer = (
-                "; give shorter ones if it has no positions for so many (longest=…), or a smaller vocabulary=… if it "
-                "has fewer token ids"
-            )
+            reason = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
+            if is_image:
+                raise UsageError(f"{type(module).__name__} cannot run on images: {reason}") from error
             raise UsageError(
-                f"{type(module).__name__} cannot run on {what}: {type(error).__name__}: {first_line(error).rstrip('.')}"
-                + ("" if ids.is_floating_point() else longer)
+                f"{type(module).__name__} cannot run on contexts of {ids.shape[1]} tokens: {reason}; give shorter ones "
+                "if it has no positions for so many (longest=…), or a smaller vocabulary=… if it has fewer token ids"
             ) from error
 
 
@@ -304,11 +300,30 @@ def longest_of(model: PreTrainedModel) -> int | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
             return module.num_embeddings - module.padding_idx - 1  # RoBERTa counts from its padding index
-    longest = positions_by(model.config)
-    if getattr(model.config, "attention_type", None) != "block_sparse" or longest is None:
+    config = model.config
+    names = ("max_target_positions", "max_position_embeddings")  # Whisper's decoder has its own
+    limits = (getattr(config, name, None) for name in names)
+    longest = next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
+    if longest is None:
+        return None
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("linear", "yarn"):  # the others give it in full
+        # The length that is scaled: most configs that name none give the original one for the longest.
+        original = rope.get("original_max_position_embeddings") or longest
+        longest = max(longest, int(rope.get("factor", 1.0) * original))
+    if getattr(config, "attention_type", None) != "block_sparse":
         return longest
     # BigBird attends in full to texts up to here, and turns itself to that for good as it is opened.
-    return min(longest, (5 + 2 * model.config.num_random_blocks) * model.config.block_size)
+    return min(longest, (5 + 2 * config.num_random_blocks) * config.block_size)
+
+
+def turned_alike_up_to(config: Any) -> int | None:
+    """Return the longest pass that rotates positions as every shorter one does; None: any length."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [of_kind for of_kind in rope.values() if isinstance(of_kind, dict)] or [rope]
+    long = [of_kind for of_kind in kinds if of_kind.get("rope_type") == "longrope"]
+    limits = (of_kind.get("original_max_position_embeddings") for of_kind in long)
+    return min(filter(None, limits), default=None)
 
 
 def embedded_tokens(model: PreTrainedModel) -> int:
@@ -324,27 +339,54 @@ def embedded_tokens(model: PreTrainedModel) -> int:
         ) from error
 
 
+def _reads_something_else(model: PreTrainedModel) -> UsageError:
+    return UsageError(f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make")
+
+
 def _image_shape(model: PreTrainedModel) -> tuple[int, int, int]:
     """Return channels, rows and columns of an image; `UsageError` where the model reads something else."""
-    if model.main_input_name != "pixel_values":
-        raise UsageError(
-            f"{type(model).__name__} reads {model.main_input_name}, which theodolite cannot make"
-        )
-    size = model.config.image_size
+    size = getattr(model.config, "image_size", None)
+    if model.main_input_name != "pixel_values" or size is None:
+        raise _reads_something_else(model)
     return (model.config.num_channels, *((size, size) if isinstance(size, int) else size))
 
 
-def _sampler(
-    model: nn.Module, vocabulary: int | None, longest: int | None, image_shape: Callable[[], Any] = tuple
-) -> Callable[[int], Tensor]:
-    """Return what draws a small valid batch from a seed: so many token ids, or an image of noise."""
+@torch.no_grad()
+def decode_greedily(
+    source: Source, ids: Int[Tensor, "contexts positions"], count: int, verify: bool
+) -> Int[Tensor, "contexts more_positions"]:
+    """Append `count` tokens to contexts of one length by greedy decoding with the model's own cache.
 
-    def sample(length: int) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        if vocabulary is None:
-            image = torch.randn(1, *image_shape(), generator=generator)
-            return image.to(device_of(model), dtype_of(model))
-        ids = torch.randint(vocabulary, (1, min(length, longest or length)), generator=generator)
-        return ids.to(device_of(model))
+    With `verify`, `WorkError` where the first context's logits differ from those of one pass over the finished text.
+    """
+    assert source.predict is not None
+    root = source.root
+    if not (isinstance(root, PreTrainedModel) and root.can_generate()):
+        for _ in range(count):  # no cache is known of a module of one's own
+            ids = torch.cat([ids, source.predict(ids)[:, -1:].argmax(dim=-1).to(ids)], dim=1)
+        return ids
+    model: Any = root
+    steps: list[Tensor] = []
 
-    return sample
+    def keep(module: Any, args: Any, output: Any) -> None:
+        steps.append(output.logits[0, -1])
+
+    # A checkpoint may ask for sampling, for penalties of what was said, and for an end.
+    plain = GenerationConfig(cache_implementation=model.generation_config.cache_implementation)
+    placed, hooks = ids.to(source.device), [model.register_forward_hook(keep)]
+    with removed_on_leaving(hooks), ExitStack() as undo:
+        undo.callback(setattr, model, "generation_config", model.generation_config)
+        model.generation_config = plain
+        options = {"max_new_tokens": count, "do_sample": False, "use_cache": True}
+        finished: Tensor = model.generate(placed, attention_mask=torch.ones_like(placed), **options).cpu()
+    if not verify:
+        return finished
+    at_once = source.predict(finished[:1])[0, ids.shape[1] - 1 : -1]
+    error = float((torch.stack(steps) - at_once).abs().max() / at_once.abs().max())
+    # Cached decoding and a pass over the whole text round differently, in any dtype.
+    if not error <= max(1e-3, 16 * torch.finfo(source.dtype).eps):
+        raise WorkError(
+            f"{source.name} writes by logits that differ by {error:.1e} from those of the finished text read at once "
+            "(its positions depend on the length, say): give a shorter text, or fewer tokens to write"
+        )
+    return finished

@@ -1,8 +1,7 @@
-"""A model's attention modules and blocks, found in one forward pass. No family is named here.
+"""A model's attention modules and blocks. No family is named here.
 
 The attention modules are those that call the tap; a block is a member of a `ModuleList` that holds one. A block that
-holds none (a convolution, a state space) is a layer as well, with a stream and no heads; one that runs several times
-(ALBERT) is a layer each time.
+holds none (a convolution, a state space) is a layer as well; one that runs several times (ALBERT) is one each time.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from torch.utils.hooks import RemovableHandle
 from theodolite.errors import WorkError
 from theodolite.models.one_row import unrolled
 
+Run = Callable[[], object]
+"""A forward pass on a small input."""
+
 
 class NoAttention(WorkError):
     """A layer's block does not attend, so that it has no heads."""
-
-
-Run = Callable[[], object]
-"""A forward pass on a small input."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +72,11 @@ class Structure:
     Attributes:
         attention: of each block its attention module, or None where it does not attend.
         names: of the attention modules; of a block that does not attend its own.
-        blocks: the blocks.
-        heads_of: query heads of each layer, 0 where it does not attend.
+        heads_of: query heads of each layer, 0 where it does not attend; so are `value_widths`.
         head_width: of a query, where it is widest.
-        value_widths: of each layer's values, 0 where it does not attend.
         width: of the residual stream; several streams count together.
         attention_width: of what attention modules read (Zamba's read the embeddings as well, MobileBERT's a part).
-        layout: how the residual stream lies.
-        attention_layout: how the hidden states lie that attention modules read.
+        layout: how the residual stream lies; `attention_layout`: what attention modules read.
         cross: whether keys and values are made of other hidden states than queries: those of an encoder.
     """
 

@@ -1,14 +1,14 @@
 """Forward passes that go through the blocks of a model together: all through one block, before any is in the next.
 
 So a block that is read from its files as it runs (`StreamedBlocks`) is read once for any number of passes. Whoever
-makes the passes repeats them, in the same order, for every block; the model's own code calls the blocks, and makes
-masks and angles anew each time.
+makes the passes repeats them, in the same order, for every block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from theodolite.errors import WorkError
 from theodolite.models.structure import first_tensor
 from theodolite.system.mapped import kept
+
+Inside = Callable[[], AbstractContextManager[object]]
 
 
 class Sweep:
@@ -31,8 +33,7 @@ class Sweep:
 
     Args:
         blocks: in the order of the layers, each a module of its own.
-        folder: keep hidden states in files without a name there, which memory holds as far as it has room; None: in
-            memory.
+        folder: keep hidden states in files without a name there; None: in memory.
         beside: hand on what blocks give the next ones beside hidden states (T5's biases of position), too.
     """
 
@@ -48,76 +49,63 @@ class Sweep:
         self._handed_on: dict[tuple[int, int], Sequence[Any]] | None = {} if beside else None
 
     @contextmanager
-    def block(
-        self,
-        layer: int,
-        inside: Callable[[], AbstractContextManager[object]] = nullcontext,
-        *,
-        keep: bool = True,
-    ) -> Iterator[None]:
+    def block(self, layer: int, inside: Inside = nullcontext, *, keep: bool = True) -> Iterator[None]:
         """Let every pass run this block alone while open, the same passes as at the block before.
 
         Args:
-            layer: of the block.
             inside: is open while the block runs, and may swallow an exception by which it is left.
             keep: whether passes go on from here; else they may be made again.
 
         Raises:
-            WorkError: (a pass) the model computes something between its blocks, or they pass on more than hidden
-                states.
+            WorkError: (a pass) there is something between blocks, or they pass on more than hidden states.
         """
         self._number, self._beside = 0, ()
-        alone = self._alone(layer, inside, keep)
         for number, block in enumerate(self._blocks):
+            instead = (
+                partial(self._alone, layer, inside, keep) if number == layer else partial(self._back, number)
+            )
             # As `Module.compile` does: called in place of the module and its hooks.
-            block._compiled_call_impl = alone if number == layer else self._given_back(number)
+            block._compiled_call_impl = instead
         try:
             yield
         finally:
             for block in self._blocks:
                 block._compiled_call_impl = None
 
-    def _given_back(self, number: int) -> Callable[..., Any]:
-        def give_back(*args: Any, **kwargs: Any) -> Any:
-            hidden = first_tensor(args, kwargs)
-            if not number:
-                self._entered = hidden
-            if any(value is other for value in (*args, *kwargs.values()) for other in self._beside):
-                raise WorkError("its blocks pass on more than hidden states")
-            if self.others is None:
-                return hidden
-            handed_on = (self._handed_on or {}).get((self._number, number), [None] * self.others)
-            return (hidden, *handed_on)
+    def _back(self, layer: int, /, *args: Any, **kwargs: Any) -> Any:
+        """Give back what a block is given, in place of the block."""
+        hidden = first_tensor(args, kwargs)
+        if not layer:
+            self._entered = hidden
+        if any(value is other for value in (*args, *kwargs.values()) for other in self._beside):
+            raise WorkError("its blocks pass on more than hidden states")
+        if self.others is None:
+            return hidden
+        handed_on = (self._handed_on or {}).get((self._number, layer), [None] * self.others)
+        return (hidden, *handed_on)
 
-        return give_back
-
-    def _alone(
-        self, layer: int, inside: Callable[[], AbstractContextManager[object]], keep: bool
-    ) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            number, hidden = self._number, first_tensor(args, kwargs)
-            self._number += 1
-            if layer and hidden is not self._entered:
-                raise WorkError("the model computes something between its blocks")
-            if number in self.carried:
-                args, kwargs = with_hidden(args, kwargs, self.carried[number].to(hidden.device))
-            output: Any = None
-            with inside():
-                output = self._blocks[layer]._call_impl(*args, **kwargs)
-            if output is None:  # it was left
-                return hidden if self.others is None else (hidden, *[None] * self.others)
-            several = isinstance(output, tuple | list)
-            self.others = len(output) - 1 if several else None
-            if self._handed_on is None:
-                self._beside = [part for part in output[1:] if isinstance(part, Tensor)] if several else ()
-            elif keep:
-                self._handed_on[number, layer] = output[1:] if several else ()
-            if keep:
-                left = output[0] if several else output
-                self.carried[number] = kept(left, self.carried.get(number), self._folder)
-            return output
-
-        return run
+    def _alone(self, layer: int, inside: Inside, keep: bool, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a block on what this pass left at the one before."""
+        number, hidden = self._number, first_tensor(args, kwargs)
+        self._number += 1
+        if layer and hidden is not self._entered:
+            raise WorkError("the model computes something between its blocks")
+        if number in self.carried:
+            args, kwargs = with_hidden(args, kwargs, self.carried[number].to(hidden.device))
+        output: Any = None
+        with inside():
+            output = self._blocks[layer]._call_impl(*args, **kwargs)
+        if output is None:  # it was left
+            return hidden if self.others is None else (hidden, *[None] * self.others)
+        left, *beside = output if isinstance(output, tuple | list) else (output,)
+        self.others = len(beside) if isinstance(output, tuple | list) else None
+        if self._handed_on is None:
+            self._beside = [part for part in beside if isinstance(part, Tensor)]
+        elif keep:
+            self._handed_on[number, layer] = beside
+        if keep:
+            self.carried[number] = kept(left, self.carried.get(number), self._folder)
+        return output
 
 
 def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> tuple[Any, Any]:

@@ -1,7 +1,6 @@
 """Texts of a model's tokens: one after the other they are the text, with its spaces between words.
 
-A tokenizer that cuts at spaces keeps them in its marks (▁as, Ġas) or leaves them out where a word begins (as, ##iu),
-and drops the one in front of the first token that it is asked for. So a token is read behind an anchor.
+A tokenizer drops the space in front of the first token that it is asked for: a token is read behind an anchor.
 """
 
 from __future__ import annotations
@@ -22,14 +21,20 @@ def token_text(model: OpenModel) -> Callable[[int], str]:
 
     Special tokens, and those that are part of a character, are shown as the vocabulary has them.
     """
-    tokenizer = model.tokenizer
-    decoded = _decoder(model)
+    tokenizer: Any = model.tokenizer
+    if tokenizer is None:
+        return str
+    _, anchor = next(known_texts(tokenizer), ("", []))
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    before = decode(anchor)
 
     @functools.cache
     def text(token: int) -> str:
-        if tokenizer is None:
-            return str(token)
-        shown = decoded([token])
+        whole = decode([*anchor, token])
+        shown = whole[len(before) :] if whole.startswith(before) else decode([token])
         unreadable = "\ufffd" in shown or not shown or token in tokenizer.all_special_ids
         return str(tokenizer.convert_ids_to_tokens(token)) if unreadable else shown
 
@@ -49,22 +54,3 @@ def text_of_tokens(model: OpenModel, corpus: Corpus) -> Callable[[int], str]:
 def token_texts(model: OpenModel, ids: Tensor) -> list[str]:
     """Return the texts of consecutive tokens (T)."""
     return list(map(token_text(model), ids.tolist()))
-
-
-def _decoder(model: OpenModel) -> Callable[[list[int]], str]:
-    """Return the text of some tokens as it is behind other text; empty without a tokenizer."""
-    tokenizer: Any = model.tokenizer
-    if tokenizer is None:
-        return lambda ids: ""
-
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-    _, anchor = next(known_texts(tokenizer), ("", []))
-    before = decode(anchor)
-
-    def behind_anchor(ids: list[int]) -> str:
-        whole = decode([*anchor, *ids])
-        return whole[len(before) :] if whole.startswith(before) else decode(ids)
-
-    return behind_anchor

@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from theodolite.attention.inputs import AttentionInputs
-from theodolite.attention.key_masking import mask_keys, restore_blind_queries
+from theodolite.attention.inputs import AttentionInputs, mask_keys, restore_blind_queries
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.calls import capture_calls

@@ -36,7 +36,7 @@ class OpenTap:
 
 @dataclass(frozen=True, eq=False)
 class OpenIntervention:
-    """An intervention in one layer's attention, while it is open."""
+    """An intervention in the attention `module` of a model with these modules, while it is open."""
 
     modules: frozenset[nn.Module]
     module: nn.Module
@@ -44,34 +44,11 @@ class OpenIntervention:
     of_inputs: bool
 
 
-_taps: ContextVar[tuple[OpenTap, ...]] = ContextVar("theodolite_taps", default=())
+open_taps: ContextVar[tuple[OpenTap, ...]] = ContextVar("theodolite_taps", default=())
 _suspended: ContextVar[bool] = ContextVar("theodolite_suspended", default=False)
 
-# Of the process and not of a context: they hold whoever calls the model, as changed weights would
-# (`generate` with a streamer runs in another thread).
-_interventions: list[OpenIntervention] = []
-
-
-@contextmanager
-def with_tap(modules: frozenset[nn.Module], tap: Tap) -> Iterator[OpenTap]:
-    """Let `tap` compute the attention of these modules and their copies in this context, while open."""
-    opened = OpenTap(modules, tap)
-    _taps.set((*_taps.get(), opened))
-    try:
-        yield opened
-    finally:
-        # By identity, and not by what was there before: they may be left in any order.
-        _taps.set(tuple(other for other in _taps.get() if other is not opened))
-
-
-@contextmanager
-def intervening(intervention: OpenIntervention) -> Iterator[None]:
-    """Apply an intervention while open, whoever calls the module."""
-    _interventions.append(intervention)
-    try:
-        yield
-    finally:
-        _interventions.remove(intervention)
+open_interventions: list[OpenIntervention] = []
+"""Of the process and not of a context: they hold whoever calls the model (`generate` with a streamer has a thread)."""
 
 
 @contextmanager
@@ -87,17 +64,12 @@ def without_interventions() -> Iterator[None]:
 def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = None) -> Tensor:
     """Compute a module's attention as the tap and interventions say: (batch, queries, heads, value_width).
 
-    What a door calls, in place of the attention that the module would compute.
-
-    Args:
-        module: whose attention it is.
-        inputs: all that decides it.
-        window: how many keys the module's cache keeps, if it drops those before.
+    What a door calls in place of the module's own attention; `window` is how many keys its cache keeps, if not all.
     """
     answer, inputs, row = _answer(module), _as_autocast(inputs), in_one_row(inputs)
     if row:
         inputs = split_by_context(inputs, type(module).__name__)
-    for opened in [] if _suspended.get() else sorted(_interventions, key=lambda e: not e.of_inputs):
+    for opened in [] if _suspended.get() else sorted(open_interventions, key=lambda e: not e.of_inputs):
         if opened.module is module:
             queries, keys = inputs.query.shape[2], inputs.key.shape[2]
             if opened.of_inputs and window is not None and queries < keys and keys >= window:
@@ -129,16 +101,13 @@ def _as_autocast(inputs: AttentionInputs) -> AttentionInputs:
 
 def innermost() -> OpenTap | None:
     """Return the tap that was opened last in this context, or None: it is the one that answers."""
-    taps = _taps.get()
-    return taps[-1] if taps else None
+    return next(reversed(open_taps.get()), None)
 
 
 def _answer(module: nn.Module) -> Answer:
     """Find what answers a module: the innermost tap of its model; for a copy of a module, the innermost of all."""
-    taps = _taps.get()
-    for opened in reversed(taps):
-        if module in opened.modules:
-            return functools.partial(opened.tap, module)
-    if not taps or any(module in opened.modules for opened in _interventions):
+    taps = open_taps.get()
+    tapped = [opened for opened in taps if module in opened.modules]
+    if not taps or (not tapped and any(module in opened.modules for opened in open_interventions)):
         return attend
-    return functools.partial(taps[-1].tap, module)
+    return functools.partial((tapped or taps)[-1].tap, module)

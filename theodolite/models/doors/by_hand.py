@@ -1,8 +1,7 @@
 """Attention that a module computes by hand, read from its products: queries with keys, a softmax, weights with values.
 
 What happens to the logits in between is followed from tensor to tensor by one table of rules (`RULES`, at the end). The
-second product then says all that decided it. A module that uses a function without a rule is refused by its name;
-opening verifies that all was read right: the output, recomputed, must be the model's.
+second product then says all that decided it. A module that uses a function without a rule is refused by its name.
 """
 
 from __future__ import annotations
@@ -69,11 +68,9 @@ class Logits:
         """Reshape the dimensions before the last two: contexts and heads, folded or apart."""
         if lead == self.lead:
             return self
-        query, key = (
-            t.expand(*self.lead, *t.shape[-2:]).reshape(*lead, *t.shape[-2:]) for t in (self.query, self.key)
-        )
-        bias, mask = (_with_lead(t, self.lead, lead) for t in (self.bias, self.mask))
-        return replace(self, lead=lead, query=query, key=key, bias=bias, mask=mask)
+        names = ("query", "key", "bias", "mask")
+        changed: dict[str, Any] = {name: _with_lead(getattr(self, name), self.lead, lead) for name in names}
+        return replace(self, lead=lead, **changed)
 
     def inputs(self, value: Tensor) -> AttentionInputs:
         """Make `AttentionInputs` with the values (…, keys, width)."""
@@ -83,16 +80,7 @@ class Logits:
         bias, mask = (_with_lead(t, self.lead, (batch, heads)) for t in (self.bias, self.mask))
         if mask is not None:
             mask = mask.expand(*mask.shape[:-2], query.shape[-2], key.shape[-2])
-        return AttentionInputs(
-            query=query,
-            key=key,
-            value=value,
-            scaling=self.scaling,
-            causal=False,
-            mask=mask,
-            softcap=self.softcap,
-            bias=bias,
-        )
+        return AttentionInputs(query, key, value, self.scaling, False, mask, self.softcap, bias)
 
 
 @dataclass(frozen=True)
@@ -128,7 +116,7 @@ class ByHand:
         """Return the attention inputs of a product with values, and what shapes its output; or `NotFollowed`."""
         if name not in PRODUCTS or not self._known:
             return None
-        equation, operands = _operands(name, args, kwargs)
+        equation, operands = _operands(args, kwargs)
         if len(operands) != 2:
             return None
         weights, value = operands
@@ -190,7 +178,7 @@ class ByHand:
         operation = source.operation if isinstance(source, NotFollowed) else name
         return NotFollowed(operation, source.product, source.weights or name == "softmax")
 
-    def _of(self, tensor: Any) -> Any:
+    def _of(self, tensor: Any) -> Known | None:
         return self._known.get(tensor) if isinstance(tensor, Tensor) else None
 
 
@@ -201,33 +189,29 @@ def unfolded(first: int, contexts: int | None) -> tuple[int, int]:
 
 # Equations of products: a letter for each dimension of both factors, and of the product.
 
-Letters = tuple[list[str], list[str], list[str]]
 
-
-def _operands(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, list[Tensor]]:
+def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str | None, list[Tensor]]:
     """Return a product's einsum equation, if it has one, and its factors."""
     given = [*args, *kwargs.values()]
-    equation = given.pop(0) if name == "einsum" else None
+    equation = given.pop(0) if isinstance(given[0], str) else None
     if len(given) == 1 and isinstance(given[0], list | tuple):
         given = list(given[0])
     return equation, [t for t in given if isinstance(t, Tensor)]
 
 
-def _letters(equation: str | None, first: int, second: int) -> Letters | None:
+def _letters(equation: str | None, first: int, second: int) -> list[list[str]] | None:
     """Return the letters of both factors and of the product; without an equation, those of a matrix product."""
     factors, arrow, out = (equation or "...ij,...jk->...ik").replace(" ", "").partition("->")
     pair = factors.split(",")
     if not arrow or len(pair) != 2:
         return None
-    rest = [
-        max(0, ndim - len(own.replace("...", ""))) for own, ndim in zip(pair, (first, second), strict=True)
-    ]
+    sizes = zip(pair, (first, second), strict=True)
+    rest = [max(0, ndim - len(own.replace("...", ""))) for own, ndim in sizes]
     dots = "".join(chr(ord("\ue000") + place) for place in range(max(rest)))  # letters that nobody writes
-    spelled = [
+    return [
         list(own.replace("...", dots[len(dots) - number :]))
         for own, number in zip((*pair, out), (*rest, len(dots)), strict=True)
     ]
-    return spelled[0], spelled[1], spelled[2]
 
 
 def _laid_out(tensor: Tensor, letters: list[str], order: list[str]) -> Tensor:
@@ -245,11 +229,9 @@ def _with_lead(tensor: Tensor | None, lead: Shape, new: Shape) -> Tensor | None:
     if tensor is None or (lead == new and tensor.ndim == len(new) + 2):
         return tensor
     tensor = tensor[(None,) * (len(lead) + 2 - tensor.ndim)]
-    own = tensor.shape[:-2]
-    if all(size == 1 for size in own):
-        return tensor.reshape(*(1 for _ in new), *tensor.shape[-2:])
-    if len(lead) > len(new) == 2 and all(size == 1 for size in own[1:]):
-        return tensor.reshape(own[0], 1, *tensor.shape[-2:])
+    contexts, *others = tensor.shape[:-2]
+    if all(size == 1 for size in others) and (contexts == 1 or len(lead) > len(new) == 2):
+        return tensor.reshape(contexts, *(1 for _ in new[1:]), *tensor.shape[-2:])
     return tensor.expand(*lead, *tensor.shape[-2:]).reshape(*new, *tensor.shape[-2:])
 
 
@@ -267,7 +249,7 @@ def _grouped(tensor: Tensor, lead: Shape) -> Tensor:
 
 
 def _product(of: Lookup, result: Tensor, *args: Any, **kwargs: Any) -> Logits | None:
-    equation, operands = _operands("einsum" if args and isinstance(args[0], str) else "", args, kwargs)
+    equation, operands = _operands(args, kwargs)
     if len(operands) != 2 or min(t.ndim for t in (result, *operands)) < 3 or not result.is_floating_point():
         return None
     letters = _letters(equation, *(t.ndim for t in operands))
@@ -295,20 +277,13 @@ def _product(of: Lookup, result: Tensor, *args: Any, **kwargs: Any) -> Logits | 
 
 
 def _product_plus(
-    of: Lookup,
-    result: Tensor,
-    bias: Tensor,
-    batch1: Tensor,
-    batch2: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
+    of: Lookup, result: Tensor, bias: Tensor, *args: Any, beta: float = 1, alpha: float = 1, **kwargs: Any
 ) -> Logits | None:
-    logits = _product(of, result, batch1, batch2)
+    logits = _product(of, result, *args, **kwargs)
     if logits is None:
         return None
     logits = logits.times(float(alpha))
-    return logits.plus(beta * bias) if beta and bias.any() else logits
+    return logits.plus(beta * bias) if beta else logits
 
 
 def _logits(known: Known | None) -> Logits | None:
@@ -365,12 +340,10 @@ def _multiple(of: Lookup, result: Tensor, first: Any, other: Any) -> Known | Non
 
 
 def _quotient(of: Lookup, result: Tensor, first: Any, other: Any, **_: Any) -> Known | None:
-    if of(first) is None and isinstance(other, Tensor):
+    if not isinstance(other, Tensor | int | float) or (of(first) is None and isinstance(other, Tensor)):
         return None
     number = _number(other)
-    if number is None:
-        return _multiple(of, result, first, 1 / other) if isinstance(other, Tensor) else None
-    return _multiple(of, result, first, 1 / number) if number else None
+    return None if number == 0 else _multiple(of, result, first, 1 / (other if number is None else number))
 
 
 def _capped(of: Lookup, _result: Tensor, tensor: Any) -> Logits | None:
@@ -382,7 +355,7 @@ def _capped(of: Lookup, _result: Tensor, tensor: Any) -> Logits | None:
 
 def _hides(value: Any, tensor: Tensor) -> bool:
     number = _number(value.amax() if isinstance(value, Tensor) else value)
-    return number is not None and number <= max(hidden_below(tensor.dtype), -1e4)
+    return number is not None and number <= hidden_below(tensor.dtype, -1e4)
 
 
 def _filled(of: Lookup, result: Tensor, tensor: Tensor, mask: Tensor, value: Any) -> Known | None:
@@ -434,25 +407,27 @@ def _reordered(of: Lookup, _result: Tensor, tensor: Tensor, *_: Any, **__: Any) 
     return known if isinstance(known, Multiplied) else None
 
 
-def _named(*names: str, rule: Callable[..., Known | None]) -> dict[str, Callable[..., Known | None]]:
-    return dict.fromkeys(names, rule)
-
-
 RULES: dict[str, Callable[..., Known | None]] = {
-    **_named(*PRODUCTS, rule=_product),
-    **_named("baddbmm", rule=_product_plus),
-    **_named("add", "add_", "__add__", "__radd__", "__iadd__", rule=_sum),
-    **_named("sub", "sub_", "__sub__", "__isub__", rule=_difference),
-    **_named("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__", rule=_multiple),
-    **_named("div", "div_", "true_divide", "divide", "__truediv__", "__itruediv__", rule=_quotient),
-    **_named("tanh", "tanh_", rule=_capped),
-    **_named("masked_fill", "masked_fill_", rule=_filled),
-    **_named("where", rule=_chosen),
-    **_named("max", "maximum", "clamp", "clamp_", "clamp_min", rule=_clamped),
-    **_named("softmax", rule=_normalised),
-    **_named("to", "float", "half", "bfloat16", "double", "type", "type_as", rule=_same),
-    **_named("contiguous", "clone", "detach", "dropout", "dropout_", "nan_to_num", "identity", rule=_same),
-    **_named("view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "__getitem__", rule=_same),
-    **_named("transpose", "permute", "movedim", "swapaxes", "mT", "repeat_interleave", rule=_reordered),
+    name: rule
+    for rule, names in (
+        (_product, " ".join(PRODUCTS)),
+        (_product_plus, "baddbmm"),
+        (_sum, "add add_ __add__ __radd__ __iadd__"),
+        (_difference, "sub sub_ __sub__ __isub__"),
+        (_multiple, "mul mul_ multiply __mul__ __rmul__ __imul__"),
+        (_quotient, "div div_ true_divide divide __truediv__ __itruediv__"),
+        (_capped, "tanh tanh_"),
+        (_filled, "masked_fill masked_fill_"),
+        (_chosen, "where"),
+        (_clamped, "max maximum clamp clamp_ clamp_min"),
+        (_normalised, "softmax"),
+        (
+            _same,
+            "to float half bfloat16 double type type_as contiguous clone detach dropout dropout_ identity",
+        ),
+        (_same, "nan_to_num view reshape unflatten flatten unsqueeze squeeze __getitem__"),
+        (_reordered, "transpose permute movedim swapaxes mT repeat_interleave"),
+    )
+    for name in names.split()
 }
 """By the function's name: PyTorch has several functions of most."""

@@ -1,24 +1,23 @@
 """The door to every other module of PyTorch: its calls of attention functions are intercepted as it runs.
 
-`scaled_dot_product_attention`, `MultiheadAttention` and `flex_attention` hand over queries, keys, values and masks;
-attention by hand is read from its products (`by_hand.py`). A mode of PyTorch sees these calls from whichever name they
-were imported by, and switches the fast paths off that skip them. It is on while a module of a model with an open door
-runs, in whichever thread; the module that attends is the innermost one that runs and is not given heads.
+A mode of PyTorch sees these calls from whichever name they were imported by, and switches the fast paths off that skip
+them; attention by hand is read from its products (`by_hand.py`). The mode is on while a module of a model with an open
+door runs, in whichever thread.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import flex_attention
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -29,8 +28,8 @@ from theodolite.models.doors.by_hand import ByHand, NotFollowed, unfolded
 from theodolite.models.guard import eagerly
 from theodolite.system.shared import Shared
 
-_open_models: dict[object, frozenset[nn.Module]] = {}
-"""The modules of models whose door is open, by who opened the door."""
+_open_models: list[frozenset[nn.Module]] = []
+"""The modules of models whose door is open."""
 
 
 class _ThisThread(threading.local):
@@ -46,13 +45,13 @@ _here = _ThisThread()
 @contextmanager
 def functions_door(model: nn.Module) -> Iterator[None]:
     """Open the door: intercept a model's attention functions, in compiled parts too, which run eagerly."""
-    key = object()
+    modules = frozenset(model.modules())
     with eagerly(), _HOOKS.entered():
-        _open_models[key] = frozenset(model.modules())
+        _open_models.append(modules)
         try:
             yield
         finally:
-            del _open_models[key]
+            _open_models.remove(modules)
 
 
 @contextmanager
@@ -104,7 +103,7 @@ def attention_not_followed() -> tuple[nn.Module, NotFollowed] | None:
 
 def _is_open(module: nn.Module) -> bool:
     """Tell whether a module belongs to an open model, or is a copy of such a module that is tapped in this context."""
-    models = list(_open_models.values())  # another thread may open one meanwhile
+    models = list(_open_models)  # another thread may open one meanwhile
     if any(module in modules for modules in models):
         return True
     tap = innermost()
@@ -117,14 +116,13 @@ class _Interception(TorchFunctionMode):
     Attributes:
         running: the modules that run, the innermost last, each with whether it is given heads already.
         read: the first two dimensions of what entered first.
-        masks: those of flex_attention in this pass.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.running: list[tuple[nn.Module, bool]] = []
         self.read: tuple[int, ...] = ()
-        self.masks: dict[tuple[int, ...], tuple[Tensor, Any]] = {}
+        self._masks: dict[tuple[int, ...], tuple[Tensor, Any]] = {}  # of flex_attention in this pass
         self._by_hand = ByHand()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -155,56 +153,81 @@ class _Interception(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer calls that compute attention; follow what other functions do to logits."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        answer: Callable[[], Any] | None = None
-        if (intercept := _intercept_flex_attention if name == FLEX else _INTERCEPTED.get(func)) is not None:
-            answer = functools.partial(intercept, self, func, *args, **kwargs)
-        elif isinstance(attention := self._by_hand.attention(name, args, kwargs, self.contexts), NotFollowed):
+        if func is functional.scaled_dot_product_attention:
+            return self.scaled_dot_product(*args, **kwargs)
+        if func is functional.multi_head_attention_forward:
+            return _multi_head(func, *args, **kwargs)
+        if name == "flex_attention":  # the operator that the function of that name comes down to
+            return self._flex(*args, **kwargs)
+        attention = self._by_hand.attention(name, args, kwargs, self.contexts)
+        if isinstance(attention, NotFollowed):
             if attention.weights or _here.not_followed is None:
                 _here.not_followed = self.owner, attention
         elif attention is not None:
-            answer = functools.partial(self._answer_by_hand, *attention)
-        if answer is None:
-            result = func(*args, **kwargs)
-            self._by_hand.follow(name, args, kwargs, result)
-            return result
-        return answer()
+            inputs, as_product = attention
+            return as_product(answered(self.owner, inputs))
+        result = func(*args, **kwargs)
+        self._by_hand.follow(name, args, kwargs, result)
+        return result
 
-    def _answer_by_hand(self, inputs: AttentionInputs, as_product: Callable[[Tensor], Tensor]) -> Tensor:
-        return as_product(answered(self.owner, inputs))
+    def scaled_dot_product(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Answer a call of `scaled_dot_product_attention`."""
+        lead, mask, contexts = query.shape[:-2], attn_mask, self.contexts(query.shape[-2])
+        if mask is not None:
+            sizes = query.shape[-2], key.shape[-2]
+            if len(lead) == 2:
+                mask = mask[(None,) * (4 - mask.ndim)].expand(-1, -1, *sizes)
+            else:
+                mask = _of_four(mask.expand(*lead, *sizes), contexts)
+        query, key, value = (_of_four(tensor, contexts) for tensor in (query, key, value))
+        boolean = mask is not None and mask.dtype == torch.bool
+        inputs = AttentionInputs(
+            query=query,
+            key=key,
+            value=value,
+            scaling=query.shape[-1] ** -0.5 if scale is None else float(scale),
+            causal=is_causal and query.shape[2] > 1,
+            mask=mask if boolean else None,
+            bias=None if boolean else mask,
+        )
+        output = answered(self.owner, inputs).transpose(1, 2)
+        return output.reshape(*lead, *output.shape[-2:])
 
+    def _flex(self, query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Any:
+        score_mod, block_mask, scale, kernel_options, *_ = how
+        if score_mod is not flex_attention._identity:
+            raise UsageError(
+                f"{type(self.owner).__name__} gives flex_attention a score_mod, which is not read: hide keys by its "
+                "block_mask"
+            )
+        mask = self._mask_of(block_mask, query, key.shape[2])
+        output = answered(self.owner, AttentionInputs(query, key, value, float(scale), False, mask))
+        others = (None for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX") if name in kernel_options)
+        return output.transpose(1, 2), *others
 
-def _intercept_scaled_dot_product(
-    mode: _Interception,
-    _func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    lead, mask, contexts = query.shape[:-2], attn_mask, mode.contexts(query.shape[-2])
-    if mask is not None:
-        sizes = query.shape[-2], key.shape[-2]
-        if len(lead) == 2:
-            mask = mask[(None,) * (4 - mask.ndim)].expand(-1, -1, *sizes)
-        else:
-            mask = _of_four(mask.expand(*lead, *sizes), contexts)
-    query, key, value = (_of_four(tensor, contexts) for tensor in (query, key, value))
-    boolean = mask is not None and mask.dtype == torch.bool
-    inputs = AttentionInputs(
-        query=query,
-        key=key,
-        value=value,
-        scaling=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        causal=is_causal and query.shape[2] > 1,
-        mask=mask if boolean else None,
-        bias=None if boolean else mask,
-    )
-    output = answered(mode.owner, inputs).transpose(1, 2)
-    return output.reshape(*lead, *output.shape[-2:])
+    def _mask_of(self, block_mask: tuple[Any, ...], query: Tensor, keys: int) -> Tensor | None:
+        """Build the dense mask of a block mask; once a pass where all layers are given the same."""
+        mask_mod, queries = block_mask[-1], query.shape[2]
+        if mask_mod is flex_attention.noop_mask:
+            return None
+        blocks = next(part for part in block_mask if isinstance(part, Tensor))
+        place = id(mask_mod), id(blocks), queries, keys
+        if place not in self._masks:
+            # It has one of contexts or heads where it is that of all.
+            contexts, heads = blocks.shape[:2]
+            mask = flex_attention.create_mask(mask_mod, contexts, heads, queries, keys, device=query.device)
+            self._masks[place] = mask, block_mask  # which must not be freed before: another might have its id
+        return self._masks[place][0]
 
 
 def _of_four(tensor: Tensor, contexts: int | None) -> Tensor:
@@ -227,12 +250,10 @@ class _InterceptingMask(Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})
         query, key, value, mask, *rest = args
         assert _here.mode is not None  # it handed the function on that calls this one
-        return _intercept_scaled_dot_product(
-            _here.mode, func, query, key, value, mask.as_subclass(Tensor), *rest
-        )
+        return _here.mode.scaled_dot_product(query, key, value, mask.as_subclass(Tensor), *rest)
 
 
-def _intercept_multi_head(_: _Interception, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _multi_head(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run PyTorch's own function with a mask that intercepts its attention; weights that are asked for are its own."""
     call = inspect.signature(func).bind(*args, **kwargs)
     call.apply_defaults()
@@ -242,68 +263,3 @@ def _intercept_multi_head(_: _Interception, func: Any, *args: Any, **kwargs: Any
     mask = query.new_zeros(len(query), len(key)) if mask is None else mask
     arguments |= {"attn_mask": mask.as_subclass(_InterceptingMask), "is_causal": False, "need_weights": False}
     return func(*call.args, **call.kwargs)[0], weights
-
-
-FLEX_OUTPUTS = ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")
-"""Options that ask it for more than the output, which is not given."""
-
-FLEX = "flex_attention"
-"""The name of the operator that `torch.nn.attention.flex_attention` comes down to."""
-
-
-def _intercept_flex_attention(
-    mode: _Interception,
-    _func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor],
-    block_mask: tuple[Any, ...],
-    scale: float,
-    kernel_options: dict[str, Any],
-    *_rest: Any,
-    **_kwargs: Any,
-) -> Any:
-    from torch.nn.attention.flex_attention import _identity
-
-    if score_mod is not _identity:
-        raise UsageError(
-            f"{type(mode.owner).__name__} gives flex_attention a score_mod, which is not read: hide keys by its "
-            "block_mask"
-        )
-    inputs = AttentionInputs(
-        query=query,
-        key=key,
-        value=value,
-        scaling=float(scale),
-        causal=False,
-        mask=_mask_of(block_mask, query.shape[2], key.shape[2], query.device, mode.masks),
-    )
-    return answered(mode.owner, inputs).transpose(1, 2), *(
-        None for name in FLEX_OUTPUTS if name in kernel_options
-    )
-
-
-def _mask_of(
-    block_mask: tuple[Any, ...], queries: int, keys: int, device: torch.device, known: dict[Any, Any]
-) -> Tensor | None:
-    """Build the dense mask of a block mask; once a pass where all layers are given the same."""
-    from torch.nn.attention.flex_attention import create_mask, noop_mask
-
-    mask_mod = block_mask[-1]
-    if mask_mod is noop_mask:
-        return None
-    blocks = next(part for part in block_mask if isinstance(part, Tensor))
-    contexts, heads = blocks.shape[:2]
-    place = id(mask_mod), id(blocks), queries, keys
-    if place not in known:
-        # It has one of contexts or heads where it is that of all.
-        mask = create_mask(mask_mod, contexts, heads, queries, keys, device=device)
-        known[place] = mask, block_mask  # which must not be freed before: another might have its id
-    return known[place][0]
-
-
-_INTERCEPTED: dict[Any, Callable[..., Any]] = {
-    functional.scaled_dot_product_attention: _intercept_scaled_dot_product,
-    functional.multi_head_attention_forward: _intercept_multi_head,
-}

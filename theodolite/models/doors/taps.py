@@ -1,8 +1,4 @@
-"""Taps and interventions: a function that gets every layer's queries, keys and values, and returns the output.
-
-A model comes through a door: one that `add_door` was given, the attention interface of `transformers`, or the functions
-of PyTorch that it attends with. Interventions are applied there too, whoever taps it.
-"""
+"""Taps and interventions: a function that gets every layer's queries, keys and values, and returns the output."""
 
 from __future__ import annotations
 
@@ -17,8 +13,8 @@ from theodolite.models.doors.answers import (
     OpenIntervention,
     OpenTap,
     Tap,
-    intervening,
-    with_tap,
+    open_interventions,
+    open_taps,
 )
 from theodolite.models.doors.pytorch import functions_door
 from theodolite.models.doors.transformers import interface_door, on_interface
@@ -58,19 +54,17 @@ def tap_functions_of(model: nn.Module) -> bool:
     return new
 
 
-def tap_by_door(model: nn.Module) -> None:
-    """Undo `tap_functions_of`."""
-    _by_functions.discard(model)
-
-
 @contextmanager
 def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[OpenTap]:
     """Call `tap` from every attention layer of `model` while open; with `own_heads` from those of this rank alone."""
-    with (
-        _opened(model) as modules,
-        with_tap(modules, tap if own_heads else of_all_heads(model, tap)) as opened,
-    ):
-        yield opened
+    with _opened(model) as modules:
+        opened = OpenTap(modules, tap if own_heads else of_all_heads(model, tap))
+        open_taps.set((*open_taps.get(), opened))
+        try:
+            yield opened
+        finally:
+            # By identity, and not by what was there before: they may be left in any order.
+            open_taps.set(tuple(other for other in open_taps.get() if other is not opened))
 
 
 @contextmanager
@@ -80,15 +74,16 @@ def intervened(
     """Apply `intervene` while open whenever `model` calls the attention module `module`, tapped or not.
 
     Those in inputs come first, and within a kind the one opened first is nearest to the attention itself. A tap gets
-    the changed inputs; what it returns is changed. Copies of the module are left alone.
-
-    Args:
-        of_inputs: it changes the inputs, and of the output only what follows from it. It needs key j to be the token
-            at position j, so that a cache which drops keys is refused.
+    the changed inputs; what it returns is changed. Copies of the module are left alone. One `of_inputs` needs key j to
+    be the token at position j, so that a cache which drops keys is refused.
     """
-    modules = frozenset(model.modules())
-    with _opened(model), intervening(OpenIntervention(modules, module, intervene, of_inputs)):
-        yield
+    with _opened(model) as modules:
+        intervention = OpenIntervention(modules, module, intervene, of_inputs)
+        open_interventions.append(intervention)
+        try:
+            yield
+        finally:
+            open_interventions.remove(intervention)
 
 
 @contextmanager

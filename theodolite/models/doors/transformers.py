@@ -41,7 +41,7 @@ def _tapped_attention(
     block_indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Answer the attention interface: of its arguments, `s_aux` are a learned sink's logits, `indices` chosen keys."""
+    """Answer the attention interface; `s_aux` are a learned sink's logits, `indices` chosen keys."""
     if block_indices is not None:
         raise UsageError(
             f"{type(module).__name__} attends to blocks of keys that it chooses, which cannot be read"
@@ -58,16 +58,9 @@ def _tapped_attention(
         attention_mask, is_causal = None, False
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
+    causal = is_causal and attention_mask is None and query.shape[2] > 1
     inputs = AttentionInputs(
-        query=query,
-        key=key,
-        value=value,
-        scaling=scaling,
-        causal=is_causal and attention_mask is None and query.shape[2] > 1,
-        mask=attention_mask,
-        softcap=softcap,
-        bias=position_bias,
-        sink=s_aux,
+        query, key, value, scaling, causal, attention_mask, softcap, position_bias, s_aux
     )
     if indices is not None:
         inputs = _to_chosen_keys(inputs, indices)
@@ -109,10 +102,9 @@ def interface_door(model: nn.Module) -> Iterator[None]:
 
 def on_interface(model: nn.Module) -> list[PreTrainedModel]:
     """Return the parts that use the attention interface: the model, else parts inside it (GOT-OCR 2's text side)."""
-    if isinstance(model, PreTrainedModel) and model._can_set_attn_implementation():
-        return [model]
-    inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return [module for module in inside if module._can_set_attn_implementation()]
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    able = [part for part in parts if part._can_set_attn_implementation()]
+    return able[:1] if able[:1] == [model] else able
 
 
 def _configs(model: nn.Module) -> list[PreTrainedConfig]:

@@ -25,9 +25,8 @@ from theodolite.models.stored.checkpoint_tensors import (
     filled_with_rows,
 )
 from theodolite.models.structure import Structure, first_output
-from theodolite.models.structure_search import find_structure
+from theodolite.models.structure_search import VERIFIED_LENGTH, find_structure, verify_attention
 from theodolite.models.sweep import Sweep
-from theodolite.models.verification import VERIFIED_LENGTH, verify_attention
 from theodolite.system.choices import Attention, check_dtype
 from theodolite.system.processor import say_if_slow
 
