@@ -445,7 +445,7 @@ READERS = TEXTS | TABLES
 # Rows of tables, and conversations in them.
 
 
-def document_of_row(row: Mapping[str, object], columns: Columns, source: str, number: int) -> Document | None:
+def document_of_row(row: Mapping[str, Any], columns: Columns, source: str, number: int) -> Document | None:
     """Make a document of a table's row, which `source` names, the `number`-th (0: it has columns only); or None."""
     named = {
         "--text-column": columns.text,

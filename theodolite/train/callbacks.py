@@ -70,7 +70,7 @@ class TrackedCallback(TrainerCallback):
 
         As `Trainer.log` would, but not on the terminal: they would drown the loss.
         """
-        state.log_history.append({**logs, "step": step})  # type: ignore[dict-item]
+        state.log_history.append({**logs, "step": step})
         if self._handler is None:
             return
         due, trackers = control.should_log, copy.copy(self._handler)

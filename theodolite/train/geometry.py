@@ -157,8 +157,8 @@ class GeometryReader:
             self.model.check_weights()
             check_fit(self.model, corpus, least_contexts=1)
             self._batches: list[tuple[Tokens, bool]] = []  # and whether it counts here
-            for rows in corpus.batches(len(corpus.contexts)):
-                batch = corpus.ids(rows)
+            for contexts in corpus.batches(len(corpus.contexts)):
+                batch = corpus.ids(contexts)
                 own = self.ranks.share(batch)
                 # Those without a context of their own read another's, for the shapes.
                 tokens = Tokens.of(own if len(own) else batch[:1], self.model.device)
