@@ -27,7 +27,8 @@ class SpecialTokens:
 
     def around(self, bodies: np.ndarray) -> Int[Tensor, "contexts length"]:
         """Put the special tokens around bodies of contexts (contexts, body)."""
-        before, after = (np.tile(np.array(ids, dtype=np.int64), (len(bodies), 1)) for ids in (self.before, self.after))
+        sides = (np.array(ids, dtype=np.int64) for ids in (self.before, self.after))
+        before, after = (np.tile(side, (len(bodies), 1)) for side in sides)
         return torch.from_numpy(np.concatenate([before, bodies, after], axis=1))
 
 
