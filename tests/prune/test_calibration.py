@@ -104,9 +104,10 @@ def _ids(contexts: int = 6, length: int = 20) -> torch.Tensor:
 
 
 def gram_of(moments: Moments) -> np.ndarray:
-    """E x xᵀ, from its factor."""
-    upper = moments.factor.upper.numpy()
-    return upper @ upper.T - moments.factor.added * np.eye(len(upper))
+    """E x xᵀ, from its factor: a share of the mean diagonal was added to the diagonal."""
+    upper, damping = moments.factor.upper.numpy(), moments.factor.damping
+    damped = upper @ upper.T
+    return damped - damping / (1 + damping) * np.diag(damped).mean() * np.eye(len(upper))
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["diagonal", "full"])

@@ -75,8 +75,8 @@ def test_the_map_of_errors_shows_each_matrix_and_the_mean_of_experts():
     """By hand."""
     rows = [(0, "q", -1, 0.1), (0, "mlp.up", 0, 0.2), (0, "mlp.up", 1, 0.4), (1, "q", -1, 0.5)]
     rows += [(1, "mlp.up", 0, 0.6)]
-    table = pd.DataFrame(rows, columns=["layer", "matrix", "expert", "error"])
-    (heat,) = error_map(table, "error").data
+    table = pd.DataFrame(rows, columns=["layer", "matrix", "expert", "error_scaled"])
+    (heat,) = error_map(table).data
     assert list(heat.x) == ["q", "mlp.up"]
     assert list(heat.y) == ["0", "1"]
     np.testing.assert_allclose(heat.z, [[0.1, 0.3], [0.5, 0.6]], rtol=1e-6)
@@ -159,11 +159,11 @@ def test_json_is_json_and_nothing_else_and_a_page_that_is_gone_is_written_again(
     assert result | {"sha256": told["sha256"]} == told
     rows = result["tables"]["matrices"]
     assert {row["method"] for row in rows} == {"sparsegpt"}
-    assert all(abs(row["sparsity"] - 0.5) < 1e-9 and row["error"] > 0 for row in rows)
+    assert all(abs(row["sparsity"] - 0.5) < 1e-9 and row["error_scaled"] > 0 for row in rows)
     assert [row["asked"] for row in rows] == [None] * len(rows)
     page = page_at(out / "report")
     written = page.read_bytes()
-    assert b'data-figure="error"' in written
+    assert b'data-figure="error-scaled"' in written
     shutil.rmtree(out / "report")
     assert call(*arguments)[:2] == (0, stdout)
     assert page.read_bytes() == written

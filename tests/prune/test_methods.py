@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -140,15 +138,16 @@ def test_patterns_keep_the_best_of_each_group(pattern):
     ("kind", "block"),
     [("correlated", 128), ("correlated", 5), ("outliers", 16), ("dead", 1), ("singular", 128)],
 )
-def test_sparsegpt_is_the_optimal_brain_surgeon(kind, block):
+def test_sparsegpt_is_the_optimal_brain_surgeon(kind, block, monkeypatch):
+    monkeypatch.setattr(methods, "INPUTS_AT_ONCE", block)
     weight, hessian = weights(9, 24), hessian_of(24, kind)
     expected = slow_sparsegpt(weight, hessian, 0.6, block=block)
     given_, moments = torch.from_numpy(weight), torch.from_numpy(hessian)
-    got = sparsegpt(given_, moments, 0.6, block=block).numpy()
+    got = sparsegpt(given_, moments, 0.6).numpy()
     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-11)
     assert np.array_equal(got == 0, expected == 0)
     if kind == "correlated":
-        single = sparsegpt(given_.float(), moments.float(), 0.6, block=block)
+        single = sparsegpt(given_.float(), moments.float(), 0.6)
         np.testing.assert_allclose(single.numpy(), expected, rtol=1e-3, atol=1e-4)
 
 
@@ -156,13 +155,14 @@ PATTERNS = {"correlated": [(2, 4)], "outliers": [(4, 8)], "dead": [(2, 8), (20, 
 
 
 @pytest.mark.parametrize(("kind", "pattern"), [(kind, of) for kind in PATTERNS for of in PATTERNS[kind]])
-def test_sparsegpt_with_a_pattern(kind, pattern):
+def test_sparsegpt_with_a_pattern(kind, pattern, monkeypatch):
     """Groups are chosen as adjusted for those before them, so blocks change nothing."""
     weight, hessian = weights(7, 48), hessian_of(48, kind, 2)
     expected = slow_sparsegpt(weight, hessian, 0, pattern)
     for block in (1, 20, 128):
+        monkeypatch.setattr(methods, "INPUTS_AT_ONCE", block)
         text = f"{pattern[0]}:{pattern[1]}"
-        got = sparsegpt(torch.from_numpy(weight), torch.from_numpy(hessian), None, text, block=block)
+        got = sparsegpt(torch.from_numpy(weight), torch.from_numpy(hessian), None, text)
         np.testing.assert_allclose(got.numpy(), expected, rtol=1e-9, atol=1e-11)
 
 
@@ -227,21 +227,16 @@ def test_damping_is_raised_until_the_hessian_can_be_factored(at_once, monkeypatc
 
 @pytest.mark.parametrize("inputs", [1, 511, 512, 513, 1100])
 def test_factor_by_blocks(inputs, monkeypatch):
-    """Oracle: NumPy's Cholesky of the flipped matrix; the mean of ‖M x‖² from the vectors. Strips are cut, too."""
+    """Oracle: NumPy's Cholesky of the flipped matrix. Strips are cut, too."""
     monkeypatch.setattr(methods, "_STRIP", 700)
     rows = weights(1200, inputs) * np.linspace(0.01, 10, inputs)
     hessian = rows.T @ rows / 1200
     given = torch.from_numpy(hessian.copy())
     factor = factor_hessian(given, 0.01, overwrite=True)
-    damped = hessian + factor.added * np.eye(inputs)
+    damped = hessian + 0.01 * np.diag(hessian).mean() * np.eye(inputs)
     expected = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
     np.testing.assert_allclose(factor.upper.numpy(), expected, rtol=1e-9, atol=1e-12 * expected.max())
-    assert math.isclose(factor.added, 0.01 * np.diag(hessian).mean(), rel_tol=1e-12)
     assert factor.upper.data_ptr() == given.data_ptr()
-    matrix = weights(5, inputs, 1)
-    exact = np.square(rows @ matrix.T).sum() / 1200
-    assert math.isclose(factor.squared_norm(torch.from_numpy(matrix)), exact, rel_tol=1e-10)
-    assert math.isclose(factor.squared_norm(torch.from_numpy(matrix).float()), exact, rel_tol=1e-5)
 
 
 def test_a_singular_hessian_without_damping_and_one_that_no_damping_makes_definite():
@@ -299,20 +294,12 @@ def test_nothing_given_is_changed_and_a_view_is_pruned_as_its_copy_is():
 NO_PATTERNS = ("", "2:4:8", "4:2", "0:4", "4:4", "2:x", (2, 4))
 NO_SHARES = (0, 1.0, -0.1, float("nan"), True, "0.5")
 NO_WEIGHTS = {
-    "floating-point numbers": [
-        np.ones((2, 2)),
-        torch.ones(2, 2, dtype=torch.int64),
-    ],
     r"give a matrix \(outputs, inputs\)": [torch.ones(3), torch.ones(0, 4)],
     "weight holds NaN or infinity": [torch.tensor([[1.0, torch.nan]])],
 }
 NO_NORMS = {
-    "input_norm must be one number for each of 8 inputs": [
-        torch.ones(7),
-        [1.0] * 8,
-    ],
+    "input_norm must be one number for each of 8 inputs": [torch.ones(7)],
     "input_norm holds NaN or infinity": [torch.tensor([1.0, torch.nan] * 4)],
-    "input_norm holds negative numbers": [torch.tensor([1.0, -1.0] * 4)],
 }
 
 
@@ -328,7 +315,6 @@ NO_NORMS = {
         (lambda w, h: sparsegpt(w, h[:4, :4], 0.5), "the Hessian is of 4 inputs, the weight of 8"),
         (lambda w, h: sparsegpt(w, h.where(h < h.max(), torch.inf), 0.5), "hessian holds NaN or infinity"),
         (lambda w, h: sparsegpt(w, h, 0.5, damping=-1), "damping is -1"),
-        (lambda w, h: sparsegpt(w, h, 0.5, block=0), "block is 0"),
         (
             lambda w, h: sparsegpt(w, h, 0.5, "3:5"),
             "pattern 3:5 needs a multiple of 5 inputs; the matrix has 8",

@@ -149,13 +149,7 @@ def test_the_table_says_what_was_done(method, anew):
         rms = np.sqrt((inputs[path] ** 2).mean(axis=0)) if method != "magnitude" else 1
         scaled = np.linalg.norm((before - after) * rms) / np.linalg.norm(before * rms)
         assert math.isclose(row.error_scaled, scaled, rel_tol=1e-6)
-        if method == "sparsegpt":
-            lost, whole = (np.linalg.norm(inputs[path] @ of.T) for of in (before - after, before))
-            assert math.isclose(row.error, lost / whole, rel_tol=1e-4)
-            assert row.damping >= 0.1
-        else:
-            assert math.isnan(row.error)
-            assert math.isnan(row.damping)
+        assert row.damping >= 0.1 if method == "sparsegpt" else math.isnan(row.damping)
         kept = row.nonzeros + row.rank * (row.outputs + row.inputs)
         assert math.isclose(row.sparsity, 1 - kept / before.size, rel_tol=1e-12)
         if method != "oats":

@@ -20,23 +20,19 @@ from theodolite.errors import UsageError
 from theodolite.prune.options import DAMPING
 from theodolite.theory.checks import check_finite
 
-INPUTS_AT_ONCE, SUBBLOCK = 128, 16
-"""Inputs per block of SparseGPT, within which entries are selected jointly, as in the released code; inputs per matrix
-product within it, where no pattern sets it."""
-
-_FACTORED_AT_ONCE, _STRIP = 512, 2048
-"""Inputs a step of the factorisation of a Hessian; columns of what is left that are updated together."""
-
+INPUTS_AT_ONCE = (
+    128  # a block of SparseGPT, within which entries are selected jointly, as in the released code
+)
+SUBBLOCK = 16  # inputs per matrix product within a block, where no pattern sets it
+_FACTORED_AT_ONCE = 512  # inputs a step of the factorisation of a Hessian
+_STRIP = 2048  # columns of what is left that are updated together
 ROWS = 1024  # rows of a matrix of which there is a copy at a time
 _MAX_DAMPING = 1e12  # in mean diagonals: a matrix that needs more is far from positive semidefinite
 AGREEMENT = 1e-3  # tolerance between a given sparsity and that of a pattern, such as 0.333 for 1/3
 
-_NEAR, _DAMPING = 0.05, (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
-"""Of the threshold search: how far a threshold is moved to see how many entries it passes, as a share of itself; step
-sizes, decreasing, so that it cannot oscillate forever."""
-
-_FEW_THREADS = 2
-"""Up to so many, numpy's partition (one thread, vectorised) beats torch's kthvalue, by 3 on one thread."""
+_NEAR = 0.05  # share of itself by which a threshold is moved to see how many entries it passes
+_STEP_SIZES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of the threshold search, which cannot oscillate forever
+_FEW_THREADS = 2  # up to so many, numpy's partition beats torch's kthvalue, by 3 on one thread
 
 
 @torch.no_grad()
@@ -71,7 +67,7 @@ def wanda(
 
     Args:
         input_norm: (inputs,): ‖x_j‖₂ over the tokens, or the root mean square: a common factor changes at most
-            rounding. `UsageError` where one is negative, or the shape another.
+            rounding. `UsageError` where the shape is another.
         weight, sparsity (of each output), pattern: as in `magnitude`, and so are the result and the errors.
     """
     weight = checked_weight(weight)
@@ -82,35 +78,21 @@ def wanda(
     norms = norms * 2.0 ** min(-int(torch.frexp(norms.max()).exponent), 1000)
     scores = weight.abs().to(precision) * norms.to(precision)
     mask = (
-        n_of_m.largest(scores) if n_of_m else largest(scores, weight.shape[1] - int(share * weight.shape[1]))
+        n_of_m.largest(scores) if n_of_m else largest(scores, scores.shape[1] - int(share * scores.shape[1]))
     )
     return torch.where(mask, weight, 0)
 
 
 @dataclass(frozen=True)
 class HessianFactor:
-    """A Hessian factored for SparseGPT, shared by matrices with the same inputs: R Rᵀ = H + added · I, R the `upper`.
+    """A Hessian factored for SparseGPT, shared by matrices with the same inputs: R Rᵀ = H + damping · mean(diag H) I.
 
-    Of `dead` inputs, always 0, the diagonal of H counts as 1. `added` is damping · mean(diag H), raised if needed.
+    R is the `upper`. Of `dead` inputs, always 0, the diagonal of H counts as 1.
     """
 
     upper: Float64[Tensor, "inputs inputs"]
     dead: Bool[Tensor, " inputs"]
     damping: float
-    added: float
-
-    def squared_norm(self, matrix: Float[Tensor, "outputs inputs"]) -> float:
-        """Compute tr(M H Mᵀ), of H without what was added: products in the matrix's dtype, their sum in float64."""
-        total = -self.added * _square_sum(matrix) - _square_sum(matrix[:, self.dead])
-        for start in range(0, len(self.upper), _FACTORED_AT_ONCE):
-            stop = start + _FACTORED_AT_ONCE
-            total += _square_sum(matrix[:, :stop] @ self.upper[:stop, start:stop].to(matrix.dtype))
-        return total
-
-
-def _square_sum(matrix: Tensor) -> float:
-    """Sum the squares in float64, of a copy of some rows at a time."""
-    return sum(float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2 for rows in matrix.split(ROWS))
 
 
 @torch.no_grad()
@@ -120,7 +102,7 @@ def factor_hessian(hessian: Tensor, damping: float = DAMPING, *, overwrite: bool
     As in the released code, the diagonal of a dead input is set to 1, and counts in the mean of the diagonal.
     `overwrite`: R may take the place of a Hessian in float64, so that there is one matrix of this size in memory.
     """
-    if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1] or not len(hessian):
+    if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1]:
         raise UsageError(f"hessian has shape {tuple(hessian.shape)}: give (inputs, inputs)")
     if not 0 <= damping < _MAX_DAMPING:
         raise UsageError(f"damping is {damping}: give a number from 0 on")
@@ -133,7 +115,7 @@ def factor_hessian(hessian: Tensor, damping: float = DAMPING, *, overwrite: bool
     while damping < _MAX_DAMPING:
         upper.diagonal().copy_(diagonal + damping * mean)
         if _factor(upper):
-            return HessianFactor(upper.triu_(), dead, damping, damping * mean)
+            return HessianFactor(upper.triu_(), dead, damping)
         _mirror(upper)
         damping = max(10 * damping, torch.finfo(torch.float64).eps)
     raise UsageError("hessian is far from positive semidefinite: give the sum of x xᵀ")
@@ -177,7 +159,6 @@ def sparsegpt(
     sparsity: float | None = None,
     pattern: str | None = None,
     *,
-    block: int = INPUTS_AT_ONCE,
     damping: float = DAMPING,
 ) -> Tensor:
     """Remove entries input by input, updating the later inputs after each, by the optimal brain surgeon.
@@ -190,9 +171,8 @@ def sparsegpt(
         weight: (outputs, inputs).
         hessian: (inputs, inputs): the sum or the mean of x xᵀ over the tokens; or its `factor_hessian`, which several
             matrices may share, and which says the damping.
-        sparsity: share removed of each block of inputs, in (0, 1).
+        sparsity: share removed of each block of 128 inputs, in (0, 1).
         pattern: N:M; then selected group by group, after the updates from earlier groups.
-        block: inputs per jointly selected block.
         damping: share of the mean diagonal that is added to the Hessian's diagonal; the released code has 0.01. It
             is raised tenfold until the Hessian can be factored.
 
@@ -206,10 +186,7 @@ def sparsegpt(
     share, n_of_m = share_removed(sparsity, pattern, weight.shape[1])
     if len(factor.upper) != weight.shape[1]:
         raise UsageError(f"the Hessian is of {len(factor.upper)} inputs, the weight of {weight.shape[1]}")
-    if block < 1:
-        raise UsageError(f"block is {block}: give a positive number of inputs")
-    if n_of_m:
-        block = max(block // n_of_m.of, 1) * n_of_m.of
+    block = max(INPUTS_AT_ONCE // n_of_m.of, 1) * n_of_m.of if n_of_m else INPUTS_AT_ONCE
     precision = precision_of(weight)
     pruned = torch.empty_like(weight, memory_format=torch.contiguous_format)
     # Weights, and of inputs that are done what was added to them. Transposed: an input's weights to all outputs, read
@@ -326,10 +303,8 @@ def share_removed(sparsity: float | None, pattern: str | None, inputs: int) -> t
     return fixed, n_of_m
 
 
-def checked_weight(weight: object) -> Float[Tensor, "outputs inputs"]:
-    """Check that a weight is a finite real matrix, and give it detached and contiguous; else `UsageError`."""
-    if not isinstance(weight, Tensor) or not weight.is_floating_point():
-        raise UsageError("weight must be a tensor of floating-point numbers")
+def checked_weight(weight: Tensor) -> Float[Tensor, "outputs inputs"]:
+    """Check that a weight is a finite matrix, and give it detached and contiguous; else `UsageError`."""
     if weight.ndim != 2 or 0 in weight.shape:
         raise UsageError(f"weight has shape {tuple(weight.shape)}: give a matrix (outputs, inputs)")
     check_finite("weight", weight)
@@ -342,15 +317,13 @@ def precision_of(weight: Tensor) -> torch.dtype:
 
 
 def checked_inputs(
-    name: str, values: object, weight: Float[Tensor, "outputs inputs"]
+    name: str, values: Tensor, weight: Float[Tensor, "outputs inputs"]
 ) -> Float[Tensor, " inputs"]:
-    """Check one number ≥ 0 for each input, else `UsageError`; float64 on the weight's device, all zeros become ones."""
-    if not isinstance(values, Tensor) or values.shape != weight.shape[1:]:
+    """Check one number for each input, else `UsageError`; float64 on the weight's device, all zeros become ones."""
+    if values.shape != weight.shape[1:]:
         raise UsageError(f"{name} must be one number for each of {weight.shape[1]} inputs, as a tensor")
     numbers = values.detach().to(weight.device, torch.float64)
     check_finite(name, numbers)
-    if (numbers < 0).any():
-        raise UsageError(f"{name} holds negative numbers: give norms or mean squares")
     return numbers if numbers.any() else torch.ones_like(numbers)
 
 
@@ -388,23 +361,23 @@ class ThresholdTracker:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._threshold: Tensor | None = None
-        # How many entries of a row a threshold passes as it moves by its own size, on the average.
-        self._density: Tensor | None = None
+        # The threshold of each row; how many entries of a row it passes as it moves by its own size, on the average.
+        self._found: tuple[Tensor, Tensor] | None = None
 
     def mark(self, scores: Float[Tensor, "rows columns"], out: Float[Tensor, "rows columns"]) -> None:
         """Make `out` 1 at exactly the `count` largest scores of each row, else 0."""
-        if self._threshold is None or self._density is None or not 0 < self._count < scores.shape[1]:
+        if self._found is None:
             largest(scores, self._count, out)
             if 0 < self._count < scores.shape[1]:
-                self._threshold = _kth_smallest(scores, scores.shape[1] - self._count).clone()
-                passed = self._count - (scores > (1 + _NEAR) * self._threshold).sum(dim=1)
-                self._density = (passed.to(scores) / _NEAR).mean().clamp_min(1)
+                threshold = _kth_smallest(scores, scores.shape[1] - self._count).clone()
+                passed = self._count - (scores > (1 + _NEAR) * threshold).sum(dim=1)
+                self._found = threshold, (passed.to(scores) / _NEAR).mean().clamp_min(1)
             return
-        for damping in _DAMPING:
-            torch.gt(scores, self._threshold, out=out)
+        threshold, density = self._found
+        for step in _STEP_SIZES:
+            torch.gt(scores, threshold, out=out)
             excess = out.sum(dim=1, keepdim=True) - self._count
-            self._threshold *= (1 + damping * excess / self._density).clamp(0.5, 2)
+            threshold *= (1 + step * excess / density).clamp(0.5, 2)
         missed = excess.squeeze(1).nonzero().squeeze(1)
         if len(missed):
             out[missed] = largest(scores[missed], self._count).to(out.dtype)

@@ -288,12 +288,8 @@ class _Pruning:
         place = matrix.key, matrix.parameter, matrix.expert, matrix.dimension, matrix.rows
         pruned = PrunedMatrix(*place, sparse, *low_rank)
         difference = weight.to(methods.precision_of(weight))
-        wholes = moments.squared_norms(difference)
-        losses = moments.squared_norms(difference.sub_(pruned.merged()))
-        error, error_scaled = (
-            math.sqrt(max(lost, 0) / whole) if whole > 0 else math.nan
-            for lost, whole in zip(losses, wholes, strict=True)
-        )
+        whole = moments.squared_norm(difference)
+        lost = moments.squared_norm(difference.sub_(pruned.merged()))
         nonzeros, size = int((sparse != 0).sum()), sparse.element_size()
         parameters = nonzeros + sum(factor.numel() for factor in low_rank)
         row_numbers = 0 if matrix.rows is None else matrix.rows.nbytes
@@ -311,8 +307,7 @@ class _Pruning:
             "nonzeros": nonzeros,
             "dense_bytes": sparse.numel() * size,
             "compact_bytes": parameters * size + -(-sparse.numel() // 8) + row_numbers,
-            "error": error,
-            "error_scaled": error_scaled,
+            "error_scaled": math.sqrt(lost / whole) if whole > 0 else math.nan,
             "damping": damping,
             "tokens": moments.count,
             "fallback": fallback if moments.count or not options.reads_text else NO_TOKENS,
@@ -506,11 +501,10 @@ class Moments:
     diagonal: Float64[Tensor, " inputs"]
     factor: methods.HessianFactor | None
 
-    def squared_norms(self, matrix: Float[Tensor, "outputs inputs"]) -> tuple[float, float]:
-        """Compute the mean of ‖M x‖² from full moments (else NaN), and ‖M D‖², its value for uncorrelated inputs."""
-        exact = math.nan if self.factor is None else self.factor.squared_norm(matrix)
+    def squared_norm(self, matrix: Float[Tensor, "outputs inputs"]) -> float:
+        """Compute ‖M D‖², the mean of ‖M x‖² where inputs are uncorrelated."""
         norms = [rows.square() @ self.diagonal.to(matrix.dtype) for rows in matrix.split(methods.ROWS)]
-        return exact, float(torch.cat(norms).double().sum())
+        return float(torch.cat(norms).double().sum())
 
 
 class _AllInputsSeen(Exception):

@@ -28,7 +28,6 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     outcome = Outcome(tables={"matrices": table})
     entries = table["outputs"] * table["inputs"]
     read_text = bool(table["tokens"].any())  # else `error_scaled` counts all inputs alike
-    has_errors = bool(table["error"].notna().any())
     pattern = pruning["pattern"] and f"pattern {pruning['pattern']}"
     parts = (pruning["method"], pattern, pruning.get("exact") and "exact")
     outcome.read("method", ", ".join(filter(None, parts)))
@@ -37,8 +36,6 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     outcome.read("share of entries removed, of pruned matrices", percent(removed))
     of = "outputs, scaled norm" if read_text else "weights"
     outcome.read(f"relative error of {of}", _spread(table["error_scaled"]))
-    if has_errors:
-        outcome.read("relative error of outputs", _spread(table["error"]))
     if "bytes" in pruning:
         written, dense = (number(pruning[name] / 1e6) for name in ("bytes", "dense_bytes"))
         outcome.read("weights that are loaded", f"{written} MB ({pruning['format']}), dense {dense} MB")
@@ -50,10 +47,7 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
         outcome.read("left dense", f"{percent(share)} of the blocks' weights: {listed(list(left), 3)}")
     if fallbacks := list(filter(None, table["fallback"].unique())):
         outcome.read("fallbacks", listed(fallbacks))
-    if has_errors:
-        outcome.show("prune", "error", error_map(table, "error"))
-    caption = "error-scaled" if read_text else "error-weights"
-    outcome.show("prune", caption, error_map(table, "error_scaled"))
+    outcome.show("prune", "error-scaled" if read_text else "error-weights", error_map(table))
     return outcome
 
 
@@ -80,11 +74,16 @@ def page_at(folder: Path) -> Path:
     return folder_of(PRUNING.name, folder) / "index.html"
 
 
-def error_map(table: pd.DataFrame, column: str) -> go.Figure:
+def error_map(table: pd.DataFrame) -> go.Figure:
     """Draw a relative error of every matrix: blocks down, names across; the experts of a block as their mean."""
     names = list(dict.fromkeys(table["matrix"]))
-    values = table.pivot_table(column, "layer", "matrix", aggfunc="mean", dropna=False, sort=False)[names]
-    highest, hover = float(np.nanmax([*table[column], 1e-3])), "block %{y}, %{x}: %{z:.3f}<extra></extra>"
+    values = table.pivot_table("error_scaled", "layer", "matrix", aggfunc="mean", dropna=False, sort=False)[
+        names
+    ]
+    highest, hover = (
+        float(np.nanmax([*table["error_scaled"], 1e-3])),
+        "block %{y}, %{x}: %{z:.3f}<extra></extra>",
+    )
     x, y = list(map(for_plotly, names)), list(map(str, values.index))
     trace = heat(values.to_numpy(), 0, highest, hover, bar="relative error", x=x, y=y)
     layout = {"yaxis": {"type": "category", "autorange": "reversed"}, "xaxis": {"type": "category"}}
