@@ -67,7 +67,6 @@ def test_each_block_gets_what_the_changed_ones_before_it_give(family, lengths, a
                     parameter *= 0.9
             if layer + 1 < model.layers:
                 stream.advance(layer)
-        stream.verify_end()
 
 
 def test_a_family_that_does_something_between_its_blocks_is_refused_by_name(anew):
@@ -83,15 +82,8 @@ def test_a_family_that_does_something_between_its_blocks_is_refused_by_name(anew
         BlockByBlock(model, corpus_of(5), 2, lambda: None)
 
 
-def test_a_block_that_was_changed_behind_its_back_is_noticed_and_numbers_that_are_none_stop_the_work(anew):
+def test_numbers_that_are_none_stop_the_work(anew):
     model = anew("gpt2")
-    stream = BlockByBlock(model, corpus_of(5), 2, lambda: None)
-    stream.advance(0)
-    stream.advance(1)
-    with torch.no_grad():
-        model.hf.transformer.h[0].mlp.c_proj.weight *= 0
-    with pytest.raises(WorkError, match="differs from the model's own pass"):
-        stream.verify_end()
     stream = BlockByBlock(model, corpus_of(5), 2, lambda: None)
     with torch.no_grad():
         model.hf.transformer.h[0].mlp.c_proj.bias[0] = float("nan")

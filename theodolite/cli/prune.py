@@ -110,7 +110,7 @@ def prune_command(
         from theodolite.report.terminal import show_outcome
 
         def check(known: OpenModel, _: Corpus | None) -> None:
-            check_shares(options.sparsity, options.rank_ratio, known.layers)
+            check_shares(options.sparsity, known.layers)
 
         corpus = opening.read_first(model, text, stopped, batch, check)
         opened = opening.open_streamed(model, stopped) if stream else opening.open(model)

@@ -11,8 +11,7 @@ and `pruning.parquet` next to the weights, in one of three forms:
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -43,22 +42,20 @@ from theodolite.system.run_folders import differences
 TABLE = "pruning.parquet"
 NAME = Path(factored.BLOCK).stem  # a finished block's, in unfinished work
 
+# In a folder of their own: a server takes whatever safetensors lie beside the weights for weights.
 LOW_RANK = "low_rank/" + factored.BLOCK
-"""In a folder of their own: a server takes whatever safetensors lie beside the weights for weights."""
 
+# Copied from beside a checkpoint's weights; by number, the modules that sentence-transformers runs after the model.
 COMPANIONS = (
     "*.json *.jinja vocab* merges* *.md *.model *.tiktoken LICENSE* NOTICE* README* "
     "additional_chat_templates/*.jinja [0-9]_*/*"
 )
-"""What is copied from beside a checkpoint's weights: of its processors, tokenizer and licence, and (by number) the
-modules that sentence-transformers runs after the model."""
 
+# But for these, which are of the weights that they lie beside, or of their training.
 LEFT = "config.json *.index.json adapter_*.json *quant*.json trainer_state.json *_results.json"
-"""But for these, which are of the weights that they lie beside, or of their training."""
 
+# (block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype
 LowRank = dict[tuple[int, str], tuple[Tensor, Tensor]]
-"""(block, name of the matrix) → left (outputs, rank) and right (rank, inputs), in the model's dtype."""
-
 TableRows = list[dict[str, Any]]
 
 
@@ -199,24 +196,23 @@ class UnfinishedPruning(Unfinished):
         assert block is not None
         return block[0]
 
-    @contextmanager
-    def written_into(
-        self, model: OpenModel, matrices: Sequence[Sequence[Matrix]], *, sparse_alone: bool = False
-    ) -> Iterator[None]:
-        """Give the model its pruned matrices while open: a streamed one, too, as its blocks are read."""
+    def _save_model(
+        self, model: OpenModel, matrices: Sequence[Sequence[Matrix]], folder: Path, sparse_alone: bool
+    ) -> None:
+        """Save the pruned model; `sparse_alone`: without what an adapter holds, which stays in the model."""
 
         def write(layer: int, sparse_alone: bool = sparse_alone) -> None:
             write_block(matrices[layer], self.matrices(layer), sparse_alone=sparse_alone)
 
         if model.streamed is not None:
             with model.streamed.changed(write):
-                yield
+                model.streamed.save(folder)
             return
         layers = range(model.layers if sparse_alone else 0)
         for layer in layers:
             write(layer)
         try:
-            yield
+            save_model(model.hf, folder)
         finally:
             for layer in layers:
                 write(layer, sparse_alone=False)
@@ -237,11 +233,7 @@ class UnfinishedPruning(Unfinished):
                     shutil.copyfile(self.path(NAME.format(layer)), folder / factored.BLOCK.format(layer))
                 save_file(tensors, folder / factored.DENSE, {"format": "pt"})
             else:
-                with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
-                    if model.streamed is None:
-                        save_model(model.hf, folder)
-                    else:
-                        model.streamed.save(folder)
+                self._save_model(model, matrices, folder, sparse_alone=form == ADAPTER)
                 for layer in pruned.table.query("rank > 0")["layer"].unique():
                     name = LOW_RANK.format(layer)
                     (folder / name).parent.mkdir(exist_ok=True)

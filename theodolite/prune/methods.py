@@ -7,7 +7,6 @@ released codes of magnitude and SparseGPT remove entries ≤ a threshold instead
 
 from __future__ import annotations
 
-import numbers
 import re
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.prune.options import DAMPING
+from theodolite.prune.options import DAMPING, check_sparsity
 from theodolite.theory.checks import check_finite
 
 INPUTS_AT_ONCE = (
@@ -272,22 +271,6 @@ def pattern_of(given: object, inputs: int) -> Pattern | None:
     if inputs % of:
         raise UsageError(f"pattern {nonzeros}:{of} needs a multiple of {of} inputs; the matrix has {inputs}")
     return Pattern(nonzeros, of)
-
-
-def check_sparsity(sparsity: object) -> float:
-    """Check a share of entries to remove; `UsageError` where it is no number in (0, 1)."""
-    if sparsity is None:
-        raise UsageError("no sparsity is given: pass the share to remove, or a pattern such as 2:4")
-    if not isinstance(sparsity, numbers.Real) or not 0 < float(sparsity) < 1:
-        raise UsageError(f"sparsity is {sparsity!r}: give the share to remove, between 0 and 1, excluded")
-    return float(sparsity)
-
-
-def check_ratio(ratio: object) -> float:
-    """Check the share of the kept parameters in a low-rank part; `UsageError` where it is no number in [0, 1]."""
-    if not isinstance(ratio, numbers.Real) or not 0 <= float(ratio) <= 1:
-        raise UsageError(f"rank_ratio is {ratio!r}: give the share of the low-rank part, from 0 to 1")
-    return float(ratio)
 
 
 def share_removed(sparsity: float | None, pattern: str | None, inputs: int) -> tuple[float, Pattern | None]:

@@ -1,8 +1,7 @@
 """Prune all matrices of a model in place, block by block, each calibrated on the outputs of the pruned ones.
 
 A `Sweep` takes the calibration contexts through the blocks: only the hidden states that enter the current block are
-stored, in the model's dtype. The start of one context, the witness, goes through the blocks as well: first and last it
-is compared with a pass of the whole model.
+stored, in the model's dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -23,7 +22,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from theodolite.accumulate.second_moments import SecondMoments
@@ -46,7 +45,14 @@ from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of, r
 from theodolite.passes.run import describe_corpus, describe_model, describe_pass
 from theodolite.prune import checkpoint, methods
 from theodolite.prune.checkpoint import Pruned, UnfinishedPruning
-from theodolite.prune.options import TOKENS_A_BATCH, PruningOptions, RankRatio, Sparsity
+from theodolite.prune.options import (
+    TOKENS_A_BATCH,
+    PruningOptions,
+    RankRatio,
+    Sparsity,
+    check_ratio,
+    check_sparsity,
+)
 from theodolite.prune.sparse_low_rank import oats, rank_and_entries
 from theodolite.system.checkpoint_folders import ADAPTER, SETTINGS, refuse_inside
 from theodolite.system.choices import wider_than
@@ -57,14 +63,9 @@ SCHEMA_VERSION = 1
 WIDE = 512  # width from which products are most of the time that it takes to read the text
 NO_TOKENS = "no token of the text reached it: all inputs weighted equally"
 
-MAX_ROUNDINGS = 16
-"""Tolerance between block-by-block and whole forward passes, in machine epsilons of the largest entry."""
-
-WITNESS = 64
-"""Tokens of the first context that are the witness: its whole passes and those through every block cost little."""
-
-SUMMED_AT_ONCE = 256
-"""Squares summed in float32, before they are added up in float64: seven digits of a sum, in a tenth of the time."""
+MAX_ROUNDINGS = 16  # between block-by-block and whole passes, in machine epsilons of the largest entry
+WITNESS = 64  # tokens of the first context that go block by block and in a whole pass, to be compared
+SUMMED_AT_ONCE = 256  # squares summed in float32, in a tenth of the time, before they are added up in float64
 
 
 @measures("model")
@@ -136,23 +137,16 @@ def prune_model(
         return written
 
 
-def check_shares(sparsity: Sparsity, rank_ratio: RankRatio, blocks: int) -> None:
-    """Raise `UsageError` where shares are out of range, or of other blocks; those by a function are not asked."""
-    if not callable(rank_ratio):
-        methods.check_ratio(rank_ratio)
-    shares = sparsity if isinstance(sparsity, Sequence) else [sparsity] * blocks
-    if len(shares) != blocks:
-        raise UsageError(f"{len(shares)} sparsities for {blocks} blocks: give one, or one per block")
-    for share in shares:
-        if share is not None and not callable(share):
-            methods.check_sparsity(share)
+def check_shares(sparsity: Sparsity, blocks: int) -> None:
+    """Raise `UsageError` where shares are of other blocks."""
+    if isinstance(sparsity, Sequence) and len(sparsity) != blocks:
+        raise UsageError(f"{len(sparsity)} sparsities for {blocks} blocks: give one, or one per block")
 
 
 class _Pruning:
     """A pruning of a model, every argument checked before anything is pruned.
 
-    Of its `matrices` (of each block; `every`: one after the other) it has `sparsity` and `rank_ratio` by block and key.
-    `rounded`: the text is read with products in bfloat16. `fingerprint`: everything that decides the result.
+    `sparsity` and `rank_ratio` are by block and key; `fingerprint` is everything that decides the result.
     """
 
     def __init__(
@@ -183,16 +177,16 @@ class _Pruning:
     def _set_shares(self) -> None:
         """Set the sparsity and the rank ratio of each matrix, and refuse those that do not work."""
         options, sparsity, rank_ratio = self.options, self.options.sparsity, self.options.rank_ratio
-        check_shares(sparsity, rank_ratio, len(self.matrices))
+        check_shares(sparsity, len(self.matrices))
         self.sparsity: dict[tuple[int, str], float | None] = {}
         self.rank_ratio: dict[tuple[int, str], float] = {}
         fills_adapter = False
         for matrix in self.every:
             layer, name, at = matrix.layer, matrix.name, (matrix.layer, matrix.key)
-            ratio = methods.check_ratio(rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio)
+            ratio = check_ratio(rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio)
             share = sparsity(layer, name) if callable(sparsity) else sparsity
             share = share[layer] if isinstance(share, Sequence) else share
-            share = None if share is None else methods.check_sparsity(share)
+            share = None if share is None else check_sparsity(share)
             self.sparsity[at], self.rank_ratio[at] = share, ratio
             if options.method == "oats":
                 rank = rank_and_entries(matrix.shape, share, ratio, options.pattern).rank
@@ -229,10 +223,13 @@ class _Pruning:
         low_rank: list[checkpoint.LowRank] = []  # where no file has them
         described = self._described()
         folder = unfinished.folder if unfinished and model.streamed is not None else None
+
+        def between() -> None:
+            self.show_progress(len(rows), len(self.every))
+
         with one_expert_at_a_time(model.root):
             text = None
             if self.options.reads_text:
-                between = lambda: self.show_progress(len(rows), len(self.every))  # noqa: E731
                 text = BlockByBlock(model, self.corpus, self.batch, between, folder, rounded=self.rounded)
             if model.streamed is None:
                 self._record()
@@ -249,9 +246,6 @@ class _Pruning:
                     del done, pruned  # a block's worth of memory, before the next one is read
                     if text and layer + 1 < model.layers:
                         text.advance(layer)
-            if text:
-                with unfinished.written_into(model, self.matrices) if unfinished else nullcontext():
-                    text.verify_end()
         self.show_progress(len(self.every), len(self.every))
         provenance = described | {"wall_seconds": time.monotonic() - started}
         return Pruned(pd.DataFrame(rows), provenance, low_rank.__getitem__)
@@ -358,11 +352,7 @@ class _Pruning:
 
 
 def _without_skipped(model: OpenModel, options: PruningOptions) -> list[list[Matrix]]:
-    """Find the matrices of each block but those that `options.skip` names, which are left dense; or `UsageError`.
-
-    A glob is of a matrix, or of a module that it is in, by its name in the block ("mlp.down_proj", "q", "mlp"), or that
-    in the model ("model.layers.0").
-    """
+    """Find the matrices of each block but those that `options.skip` names, themselves or a module; or `UsageError`."""
     if model.interventions:
         raise UsageError(f"the opened model was modified ({model.interventions[-1]}): open it anew")
     if (Path(model.id) / SETTINGS).is_file():
@@ -372,30 +362,27 @@ def _without_skipped(model: OpenModel, options: PruningOptions) -> list[list[Mat
         raise UsageError(f"{model.source.name} has no linear layers in its blocks that could be pruned")
     name_of = {module: name for name, module in model.root.named_modules()}
     blocks = [name_of[block] for block in model.structure.blocks]
-    skipped: set[int] = set()
+
+    def is_of(glob: str, matrix: Matrix) -> bool:
+        path = matrix.parameter
+        names = (path, path.removeprefix(f"{blocks[matrix.layer]}."), matrix.key, matrix.name)
+        return any(fnmatchcase(f"{name}.", f"{glob}.*") for name in names)
+
     for glob in options.skip:
-        fitting = set()
-        for matrix in chain(*matrices):
-            path = matrix.parameter
-            names = (path, path.removeprefix(f"{blocks[matrix.layer]}."), matrix.key, matrix.name)
-            if any(fnmatchcase(f"{name}.", f"{glob}.*") for name in names):
-                fitting.add(id(matrix))
-        if not fitting:
+        if not any(is_of(glob, matrix) for matrix in chain(*matrices)):
             known = ", ".join(matrix.key for matrix in next(filter(None, matrices)))
             raise UsageError(
                 f"--skip {glob}: no matrix of {model.id} is called so, and none is in a module of that name; "
                 f"those of a block are {known}"
             )
-        skipped |= fitting
-    left = [[matrix for matrix in block if id(matrix) not in skipped] for block in matrices]
+    left = [[each for each in block if not any(is_of(g, each) for g in options.skip)] for block in matrices]
     if not any(left):
         raise UsageError(f"--skip {','.join(options.skip)}: nothing is left to prune")
-    pruned = {matrix.parameter for matrix in chain(*left)}
-    for matrix in chain(*matrices):
-        if options.form == "factored" and id(matrix) in skipped and matrix.parameter in pruned:
+    parts, kept = (Counter(each.parameter for each in chain(*of)) for of in (matrices, left))
+    for parameter, count in kept.items():
+        if options.form == "factored" and count < parts[parameter]:
             raise UsageError(
-                f"{matrix.key} of block {matrix.layer} is a part of {matrix.parameter}, which --format factored "
-                "keeps as a whole: skip all of its parts, or none"
+                f"--format factored keeps {parameter} as a whole: skip all of its {parts[parameter]} parts, or none"
             )
     return left
 
@@ -408,9 +395,11 @@ def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:
 
 
 class BlockByBlock:
-    """The calibration contexts on their way through the blocks, batch by batch, and the witness beside them.
+    """The calibration contexts on their way through the blocks, batch by batch.
 
-    The blocks of the model may be changed between calls. `WorkError` where they cannot be run one by one.
+    The blocks of the model may be changed between calls. `WorkError` where they cannot be run one by one. `between` is
+    called after every batch, and may raise to stop; `folder`: of files without a name, for hidden states, which memory
+    holds as far as it can; `rounded`: take the products in bfloat16.
     """
 
     def __init__(
@@ -418,29 +407,16 @@ class BlockByBlock:
         model: OpenModel,
         corpus: Corpus,
         batch: int,
-        between: Callable[[], None],  # called after every batch; it may raise to stop
-        folder: Path
-        | None = None,  # of files without a name for hidden states, which memory holds as far as it can
+        between: Callable[[], None],
+        folder: Path | None = None,
         *,
-        rounded: bool = False,  # take the products in bfloat16, all but those of the witness
+        rounded: bool = False,
     ) -> None:
         self._model, self._between = model, between
         self._rounding = partial(torch.autocast, model.device.type, torch.bfloat16, enabled=rounded)
         self._batches = [corpus.ids(part) for part in corpus.batches(batch)]
-        self._witness_ids = corpus.ids(slice(0, 1))[:, :WITNESS]
-        dense, self._witness, self._sweep = (
-            Sweep(model.structure.blocks, of, beside=True) for of in (None, None, folder)
-        )
-        try:
-            for layer in range(model.layers):
-                with model.block_present(layer):
-                    self._advance_witness(dense, layer)
-        except (WorkError, *RUNNING_ERRORS) as error:
-            raise WorkError(
-                f"{model.source.name} cannot be pruned block by block: {reason_of(error)}"
-            ) from error
-        self._compare(dense)
-        self._witness.others = self._sweep.others = dense.others
+        self._sweep = Sweep(model.structure.blocks, folder, beside=True)
+        self._sweep.others = _run_block_by_block(model, corpus.ids(slice(0, 1))[:, :WITNESS])
 
     def read(self, layer: int, moments: InputMoments) -> None:
         """Run a block on all contexts for the moments of what enters its matrices."""
@@ -457,40 +433,35 @@ class BlockByBlock:
 
     def advance(self, layer: int) -> None:
         """Run a block on all contexts; its outputs become the inputs of the next one."""
-        self._advance_witness(self._witness, layer)
         with self._sweep.block(layer, self._rounding):
             for number, ids in enumerate(self._batches):
                 self._model.forward(ids)
                 refuse_nonfinite_stream(layer + 1, self._sweep.carried[number])
                 self._between()
 
-    def verify_end(self) -> None:
-        """Raise `WorkError` where the last block gives the witness another output than a pass of the pruned model."""
-        last = self._model.layers - 1
-        self._advance_witness(self._witness, last)
-        refuse_nonfinite_stream(last + 1, self._witness.carried[0])
-        self._compare(self._witness)
 
-    def _advance_witness(self, sweep: Sweep, layer: int) -> None:
-        with sweep.block(layer):
-            self._model.forward(self._witness_ids)
-
-    def _compare(self, sweep: Sweep) -> None:
-        """Raise `WorkError` where a sweep left the witness with another output than a pass of the whole model."""
-        outputs: list[Tensor] = []
-        last = self._model.structure.blocks[-1]
-        hook = last.register_forward_hook(lambda _, args, output: outputs.append(first_output(output)))
-        with removed_on_leaving([hook]):
-            self._model.forward(self._witness_ids)
-        ours, reference = sweep.carried[0].double(), outputs[0]
-        largest = reference.abs().max().double().clamp_min(1e-300)
-        error = float((ours - reference.double()).abs().max() / largest)
-        if not error <= MAX_ROUNDINGS * torch.finfo(reference.dtype).eps:
-            family = self._model.source.name
-            raise WorkError(
-                f"{family}: running its blocks one by one differs from the model's own pass by {error:.1e}, so it "
-                "cannot be pruned block by block"
-            )
+def _run_block_by_block(model: OpenModel, ids: Int[Tensor, "contexts positions"]) -> int | None:
+    """Run the blocks one by one, and return `Sweep.others`; `WorkError` unless it gives what a whole pass does."""
+    family, sweep = model.source.name, Sweep(model.structure.blocks, beside=True)
+    try:
+        for layer in range(model.layers):
+            with model.block_present(layer), sweep.block(layer):
+                model.forward(ids)
+    except (WorkError, *RUNNING_ERRORS) as error:
+        raise WorkError(f"{family} cannot be pruned block by block: {reason_of(error)}") from error
+    outputs: list[Tensor] = []
+    last = model.structure.blocks[-1]
+    hook = last.register_forward_hook(lambda _, args, output: outputs.append(first_output(output)))
+    with removed_on_leaving([hook]):
+        model.forward(ids)
+    ours, whole = sweep.carried[0].double(), outputs[0].double()
+    differs = float((ours - whole).abs().max() / whole.abs().max().clamp_min(1e-300))
+    if not differs <= MAX_ROUNDINGS * torch.finfo(outputs[0].dtype).eps:
+        raise WorkError(
+            f"{family}: running its blocks one by one differs from the model's own pass by {differs:.1e}, so it "
+            "cannot be pruned block by block"
+        )
+    return sweep.others
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -14,14 +15,13 @@ from theodolite.system.choices import check_number, check_whole
 METHODS = ("oats", "sparsegpt", "wanda", "magnitude")
 FORMS = ("merged", "factored", ADAPTER)  # how a pruned checkpoint is written
 
-RANK_RATIO, ITERATIONS, DAMPING = 0.25, 80, 0.1
-"""Of OATS κ, the share of the kept parameters in the low-rank part, and alternations, as published; of SparseGPT, in
-mean diagonals of the Hessian (Zhang et al. 2025, appendix D; 0.01 in its released code)."""
-
+RANK_RATIO = 0.25  # of OATS κ, the share of the kept parameters in the low-rank part, as published
+ITERATIONS = 80  # of OATS, as published
+DAMPING = 0.1  # of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 2025, appendix D; its own code has 0.01)
 TOKENS_A_BATCH = 1024  # default batch: what a block computes of so many tokens stays in a processor's cache
 
+# Options that not every method reads, and which do.
 OF_METHOD = {"rank_ratio": ("oats",), "exact": ("oats", "sparsegpt", "wanda"), "damping": ("sparsegpt",)}
-"""Options that not every method reads, and which do."""
 
 Sparsity = float | Sequence[float] | Callable[[int, str], float | None] | None
 """One number for all blocks, one per block, or a function of block and name of the matrix; None: the pattern's."""
@@ -65,6 +65,12 @@ class PruningOptions:
                 raise UsageError("adapters are PEFT's: pip install peft, or choose another --format")
         if isinstance(self.skip, str):
             raise UsageError(f"skip is {self.skip!r}: give a list of names")
+        shares = self.sparsity if isinstance(self.sparsity, Sequence) else [self.sparsity]
+        for share in shares:
+            if share is not None and not callable(share):
+                check_sparsity(share)
+        if not callable(self.rank_ratio):
+            check_ratio(self.rank_ratio)
         check_whole(iterations=self.iterations, seed=self.seed)
         check_number(damping=self.damping)
         return replace(
@@ -80,3 +86,19 @@ class PruningOptions:
     def moments_damping(self) -> float | None:
         """The damping of full second moments; None where their diagonals are enough."""
         return self.damping if self.method == "sparsegpt" else None
+
+
+def check_sparsity(sparsity: object) -> float:
+    """Check a share of entries to remove; `UsageError` where it is no number in (0, 1)."""
+    if sparsity is None:
+        raise UsageError("no sparsity is given: pass the share to remove, or a pattern such as 2:4")
+    if not isinstance(sparsity, numbers.Real) or not 0 < float(sparsity) < 1:
+        raise UsageError(f"sparsity is {sparsity!r}: give the share to remove, between 0 and 1, excluded")
+    return float(sparsity)
+
+
+def check_ratio(ratio: object) -> float:
+    """Check the share of the kept parameters in a low-rank part; `UsageError` where it is no number in [0, 1]."""
+    if not isinstance(ratio, numbers.Real) or not 0 <= float(ratio) <= 1:
+        raise UsageError(f"rank_ratio is {ratio!r}: give the share of the low-rank part, from 0 to 1")
+    return float(ratio)

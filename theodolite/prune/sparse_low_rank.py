@@ -24,27 +24,22 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 from theodolite.prune import methods
-from theodolite.prune.options import ITERATIONS, RANK_RATIO
+from theodolite.prune.options import ITERATIONS, RANK_RATIO, check_ratio, check_sparsity
 from theodolite.system.processor import using_threads
 
 _CHECK_EVERY = 16  # each 16th iteration and the last are checked for a direction that the subspace misses
 
+# Matrices with fewer rows or columns get a full SVD in each step, on one thread: where another process has the core of
+# a second one, LAPACK waits for it at every call.
 SMALL = 192
-"""Matrices with fewer rows or columns get a full SVD in each step, on one thread: where another process has the core of
-a second one, LAPACK waits for it at every call."""
-
-_START_STEPS, _MORE = 3, 8
-"""Steps from a random start, and directions beyond the rank, of the first decomposition of a large matrix."""
-
-_TOLERANCE, _MOST_STEPS = 0.03, 16
-"""Subspace iteration stops when a step turns the subspace by less (root mean square sine of the angles), or has stalled
-after so many, which together cost less than a full SVD."""
-
-_ROUNDING = 32
-"""Directions of fewer times the machine epsilon, of the largest one, are rounding: a matrix of lower rank has them."""
-
-_PROBES, _PROBE_STEPS, _SLACK = 8, 4, 1.01
-"""Of the check: no direction outside may be larger than the least one inside."""
+_START_STEPS = 3  # of the first decomposition of a large matrix, from a random start
+_MORE = 8  # directions beyond the rank in it
+_TOLERANCE = 0.03  # subspace iteration ends when a step turns the subspace by less (root mean square sine)
+_MOST_STEPS = 16  # it has stalled after so many, which together cost less than a full SVD
+_ROUNDING = 32  # machine epsilons of the largest direction below which one is rounding
+_PROBES = 8  # random directions that look for one that the subspace misses
+_PROBE_STEPS = 4  # of the probes
+_SLACK = 1.01  # how much larger than the least direction inside one outside may be
 
 
 @dataclass(frozen=True, repr=False)
@@ -169,13 +164,13 @@ def rank_and_entries(
     """Compute what `oats` keeps of a matrix (outputs, inputs) by its arguments, checked as there."""
     outputs, inputs = shape
     pattern = methods.pattern_of(given, inputs)
-    methods.check_ratio(rank_ratio)
+    check_ratio(rank_ratio)
     most = math.inf
     if pattern is not None and rank_ratio < 1:
         most = pattern.density / (1 - rank_ratio)
     if sparsity is None and pattern is not None and most >= 1:
         raise UsageError(f"pattern {pattern} with rank_ratio {rank_ratio:g} fixes no sparsity: pass one")
-    density = most if sparsity is None and pattern is not None else 1 - methods.check_sparsity(sparsity)
+    density = most if sparsity is None and pattern is not None else 1 - check_sparsity(sparsity)
     if density > most + methods.AGREEMENT:
         raise UsageError(
             f"pattern {pattern} with rank_ratio {rank_ratio:g} removes at least {1 - most:.4g}, not {sparsity:g}: "
