@@ -391,7 +391,10 @@ BAD = {
     "rank_ratio is -1": {"rank_ratio": lambda *at: -1 if at == (2, "v") else 0.25},
     "--skip mlp.down: no matrix of": {"skip": ["mlp.c_fc", "mlp.down"]},
     "--skip *: nothing is left to prune": {"skip": ["*"]},
-    "keeps transformer.h.0.attn.c_attn.weight as a whole: skip all of its 3 parts": {"skip": ["q"], "form": "factored"},
+    "keeps transformer.h.0.attn.c_attn.weight as a whole: skip all of its 3 parts": {
+        "skip": ["q"],
+        "form": "factored",
+    },
     "every matrix gets rank 0": {"sparsity": 0.99, "form": "adapter"},
     "skip is 'qk': give a list of names": {"skip": "qk"},
     "rank_ratio is [0.25]": {"rank_ratio": [0.25]},

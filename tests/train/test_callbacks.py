@@ -27,9 +27,8 @@ from transformers import (
 )
 from transformers import Trainer as OriginalTrainer
 
-from theodolite.errors import UsageError
 from theodolite.train.alarms import alarm_lines
-from theodolite.train.callbacks import GeometryCallback, LocaterCallback, TrackedCallback, TrackerWarning
+from theodolite.train.callbacks import GeometryCallback, LocaterCallback, TrackedCallback
 from theodolite.train.geometry import GeometryReader
 from theodolite.train.monitor import GeometryMonitor, GeometryWarning, scalars
 
@@ -133,7 +132,7 @@ def test_an_alarm_is_warned_logged_and_recorded(tmp_path):
     assert "train/geometry/alarm/text_summary" in events_in(tmp_path).Tags()["tensors"]
 
 
-def test_it_attaches_to_a_trainer_only_and_once(tmp_path):
+def test_it_attaches_to_a_trainer_once(tmp_path):
     """Oracle: the Trainer's own list; it was given the callback beforehand, too."""
     callback, attached = GeometryCallback(BATCH, every=3), trainer(tmp_path)
     attached.add_callback(callback)
@@ -141,9 +140,6 @@ def test_it_attaches_to_a_trainer_only_and_once(tmp_path):
         assert callback.attach(attached) is callback
     assert attached.callback_handler.callbacks.count(callback) == 1
     assert attached.callback_handler.callbacks[0] is callback
-    for other in (callback, LocaterCallback(0.1, 0.1)):
-        with pytest.raises(UsageError, match=r"not to a GPT2LMHeadModel; .* use GeometryMonitor or Locater"):
-            other.attach(model())
 
 
 @pytest.mark.slow
@@ -152,9 +148,7 @@ def test_given_as_one_of_the_callbacks_it_logs_but_not_to_trackers(tmp_path):
     arguments = trainer(tmp_path, report_to="tensorboard").args
     callbacks = [GeometryCallback(BATCH, every=2), LocaterCallback(0.1, 0.1)]
     unattached = OriginalTrainer(model(), arguments, train_dataset=DATA, callbacks=callbacks)
-    with pytest.warns(TrackerWarning, match=r"^tensorboard will not get .*\.attach\(trainer\)") as caught:
-        unattached.train()
-    assert len(caught) == 2
+    unattached.train()
     tags = events_in(tmp_path).Tags()["scalars"]
     assert "train/loss" in tags
     for name in ("geometry/entropy_mean", "locater"):

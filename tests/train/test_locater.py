@@ -146,9 +146,6 @@ def test_strengths_may_be_functions_of_the_step():
 def test_a_wrong_call_is_refused(arguments, words):
     with pytest.raises(UsageError, match=words):
         Locater(checkpoints.build("llama2"), **({"scale": SCALE, "mean": MEAN} | arguments))
-    if "layers" not in arguments:
-        with pytest.raises(UsageError, match=words):  # at once, not when training begins
-            LocaterCallback(**({"scale": SCALE, "mean": MEAN} | arguments))
 
 
 class Adapted(nn.Module):

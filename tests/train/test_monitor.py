@@ -19,7 +19,7 @@ import torch
 from tests import checkpoints
 from tests.processes import ranks
 from theodolite.errors import UsageError, WorkError
-from theodolite.train import GeometryCallback, QKClipCallback, warm_up
+from theodolite.train import warm_up
 from theodolite.train.geometry import Geometry, Ranks
 from theodolite.train.monitor import GeometryMonitor, GeometryWarning, RecordWarning, monitor_batch, scalars
 
@@ -253,14 +253,14 @@ def test_the_monitor_batch_takes_the_first_long_enough_rows(lengths, expected):
     assert batch[:, -1].tolist() == [100 * n + expected[1] - 1 for n in taken]
     padded = {"input_ids": torch.arange(12), "attention_mask": torch.tensor([0] * 2 + [1] * 10)}
     assert monitor_batch([padded]).tolist() == [list(range(2, 12))]
-    for data, words in (
-        ((n for n in range(3)), "is a stream"),
-        (None, "is a stream"),
-        ([{"labels": [1]}], "no input_ids"),
-        ([], "has 8 tokens or more"),
-        ([{"input_ids": [1, 2]}], "has 8 tokens or more"),
+    for data in (
+        (n for n in range(3)),
+        None,
+        [{"labels": [1]}],
+        [],
+        [{"input_ids": [1, 2]}],
     ):
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match="is a stream, or no row of it has 8 input_ids or more"):
             monitor_batch(data)
 
 
@@ -268,17 +268,14 @@ def test_the_monitor_batch_takes_the_first_long_enough_rows(lengths, expected):
     ("options", "words"),
     [
         ({"every": 0}, "every is 0 .* must be 1 or more"),
-        ({"every": "a"}, "every is 'a' .* whole numbers"),
-        ({"spectra_every": 1.5}, r"spectra_every 1\.5"),
+        ({"every": "a"}, "every is 'a': give a whole number"),
+        ({"spectra_every": 1.5}, r"spectra_every is 1\.5"),
         ({"ids": "text"}, "token ids are str: give whole numbers"),
         ({"ids": IDS[:, :7]}, "contexts of 7 tokens: give 8 or more"),
         ({"ids": IDS.bool()}, r"token ids of shape \(2, 24\): give whole numbers"),
     ],
 )
-def test_a_monitor_and_callbacks_refuse_at_once(options, words):
-    for made in (GeometryCallback, QKClipCallback):
-        with pytest.raises(UsageError, match=words):
-            made(**options)
+def test_a_monitor_refuses_at_once(options, words):
     with pytest.raises(UsageError, match=words):
         GeometryMonitor(checkpoints.build("gpt2"), **{"ids": IDS} | options)
 

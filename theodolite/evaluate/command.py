@@ -200,8 +200,6 @@ def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
     several = Counter(last_parts.values())  # models may share the last part of their path
     compared = bool(rows["difference"].notna().any())
     caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
-    if rows["cut"].any():
-        caption += f"; prompts truncated at the start: {rows['cut'].max()}"
     if rows["chat_template"].any():
         caption += "; in conversations, by each model's chat template"
     if rows["system"].any():

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import hashlib
-import logging
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -28,10 +27,10 @@ from theodolite.models.guard import measures
 from theodolite.models.source import turned_alike_up_to
 from theodolite.system.wording import nearest, with_extra
 
-BATCH, BOOTSTRAPS = 8, 1000
-"""Requests per forward pass; resamples for metrics whose standard error has no closed form."""
-
-SEED, OTHER_SEED = 0, 1234  # seed of Python's generator, and of all others, as in lm-eval's own command
+BATCH = 8  # requests per forward pass
+BOOTSTRAPS = 1000  # resamples for metrics whose standard error has no closed form
+SEED = 0  # of Python's generator, as in lm-eval's own command
+OTHER_SEED = 1234  # of all other generators
 
 
 @measures("model")
@@ -74,11 +73,10 @@ def harness(
     from lm_eval.models.huggingface import HFLM
 
     scores: list[Score] = []
-    with _offline(download), _counting_cut_prompts() as cut:
+    with _offline(download):
         tokenizer = copy.deepcopy(model.required_tokenizer())  # lm-eval may add a padding token
         lm = HFLM(model.hf, tokenizer=tokenizer, batch_size=batch, max_length=model.longest)
         for count in shots:
-            cut.clear()
             random.seed(SEED)
             np.random.seed(OTHER_SEED)
             torch.manual_seed(OTHER_SEED)
@@ -92,7 +90,7 @@ def harness(
                 apply_chat_template=chat_template,
                 fewshot_as_multiturn=chat_template,
             )
-            shared = {"model": model.id, "shots": count, "batch": batch, "cut": len(cut)}
+            shared = {"model": model.id, "shots": count, "batch": batch}
             shared |= {"chat_template": chat_template, "system": system or ""}
             scores += _scores(names, loaded, results, shared)
     return scores
@@ -194,13 +192,8 @@ def _scores(
             filtered = [sample for sample in samples if sample["filter"] == filter_name]
             each = _each(filtered, metric, float(value))
             named = metric if filter_name == "none" else f"{metric} ({filter_name})"
-            given: dict[str, Any] = {
-                "value": float(value),
-                "error": error,
-                "count": len(filtered),
-                "each": each,
-            }
-            given |= {"questions": questions, "version": version}
+            given: dict[str, Any] = {"value": float(value), "error": error, "each": each}
+            given |= {"count": len(filtered), "questions": questions, "version": version}
             scores.append(Score(task=name, metric=named, **given, **shared))
     return scores
 
@@ -215,31 +208,9 @@ def _each(samples: list[dict[str, Any]], metric: str, value: float) -> np.ndarra
 
 
 @contextlib.contextmanager
-def _counting_cut_prompts() -> Iterator[list[str]]:
-    """Collect lm-eval's warnings about truncated prompts, and silence all that its model has."""
-    cut: list[str] = []
-
-    def collect(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        if "exceeds model's maximum length" in message:
-            cut.append(message)
-        return record.levelno >= logging.ERROR
-
-    logger = logging.getLogger("lm_eval.models.huggingface")
-    logger.addFilter(collect)
-    try:
-        yield cut
-    finally:
-        logger.removeFilter(collect)
-
-
-@contextlib.contextmanager
 def _offline(download: bool) -> Iterator[None]:
-    """Let no connection be attempted while open, unless `download`.
-
-    datasets 5.2 and huggingface_hub 2.4 read the environment variable HF_HUB_OFFLINE as they are imported
-    (datasets/config.py, huggingface_hub/constants.py), and what they read then at every call.
-    """
+    """Let no connection be attempted while open, unless `download`."""
+    # Both have read HF_HUB_OFFLINE as they were imported, and look at what they read at every call.
     import datasets
     import huggingface_hub
 

@@ -20,7 +20,7 @@ from theodolite.system.progress import ShowStage
 
 COLUMNS = (
     *("model", "task", "shots", "metric", "value", "value_se", "difference", "difference_se"),
-    *("count", "batch", "version", "cut", "chat_template", "system"),
+    *("count", "batch", "version", "chat_template", "system"),
 )
 
 
@@ -39,7 +39,6 @@ class Score:
     questions: str  # hash of the questions; models are comparable where it is equal
     each: Float[np.ndarray, " count"] | None = None  # numbers whose mean is the value
     version: str = ""  # of the task
-    cut: int = 0  # prompts truncated at the start to fit the model's positions
     chat_template: bool = False  # whether the tokenizer's made conversations of the prompts
     system: str = ""  # the text of the system's turn
 
@@ -106,7 +105,8 @@ class Evaluation:
                     self._out.parent.mkdir(parents=True, exist_ok=True)
                     values = {"schema_version": SCHEMA_VERSION, "measured": rows}
                     files.write_json_checked(self._out, values, indent=None)
-        if self._measured.keys() >= set(self._work.names()):  # what was begun, and is not asked for, stays
+        # What was begun, and is not asked for, stays.
+        if self._out is not None and self._measured.keys() >= set(self._work.names()):
             self._work.remove()
         return self._measured[name][1]
 

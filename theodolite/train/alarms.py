@@ -28,15 +28,13 @@ ADVICE = {
     VANISHING: "lower the learning rate, warm up longer, or penalise W_QK: its logits outgrow the context's length",
 }
 
-LEVEL, TREND = 3, 8
-"""Looks whose median is the level: one odd look alarms nobody; looks, at most, whose Theil-Sen slope is the trend."""
+LEVEL = 3  # looks whose median is the level: one odd look alarms nobody
+TREND = 8  # looks, at most, whose Theil-Sen slope is the trend
+RECOVERED = 1.5  # times its limit is the level where an alarm is over, after `LEVEL` looks that alarm nobody
 
+# Attention from which a head counts as sharp on purpose: to one distance, to equal tokens, to the first token or
+# a learned sink. A previous-token head of a healthy model has an entropy of 3 % of its maximum.
 PATTERN = 0.5
-"""Attention from which a head counts as sharp on purpose: to one distance, to equal tokens, to the first token or
-a learned sink. A previous-token head of a healthy model has an entropy of 3 % of its maximum."""
-
-RECOVERED = 1.5
-"""An alarm is over when nothing was alarming at `LEVEL` looks in a row and its level is this many times its limit."""
 
 
 @dataclass(frozen=True)

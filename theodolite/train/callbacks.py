@@ -1,12 +1,8 @@
-"""The monitor and LocAteR inside the `transformers` Trainer: numbers go wherever the Trainer's own numbers go.
-
-A callback of `transformers` sees neither the Trainer nor its trackers, so the user introduces them: `attach`.
-"""
+"""The monitor and LocAteR inside the `transformers` Trainer: numbers go wherever the Trainer's own numbers go."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,25 +12,20 @@ from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from theodolite.errors import UsageError
 from theodolite.models.training.shards import is_of_deepspeed
 from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
-from theodolite.train.geometry import Ranks, monitor_corpus
-from theodolite.train.locater import Locater, Strength, check_strength
-from theodolite.train.monitor import GeometryMonitor, check_looks, monitor_batch
+from theodolite.train.geometry import Ranks
+from theodolite.train.locater import Locater, Strength
+from theodolite.train.monitor import GeometryMonitor, monitor_batch
 from theodolite.train.record import FOLDER
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 
-class TrackerWarning(UserWarning):
-    """A callback's numbers do not reach the Trainer's trackers; the message says how they would."""
-
-
 class TrackedCallback(TrainerCallback):
-    """A callback whose numbers go to the trackers of the Trainer that it is attached to."""
+    """A callback whose numbers go to the trackers of the Trainer that it is attached to, which it cannot see itself."""
 
     _handler: CallbackHandler | None = None
 
@@ -42,34 +33,14 @@ class TrackedCallback(TrainerCallback):
         """Make this a callback of `trainer`, if it is none yet, and log to its trackers; returns this callback.
 
         It becomes the first callback, so that what it adds to the Trainer's own log reaches trackers and terminal.
-        `UsageError` where `trainer` is no Trainer of transformers.
         """
-        handler = getattr(trainer, "callback_handler", None)
-        if not isinstance(handler, CallbackHandler):
-            raise UsageError(
-                f"{type(self).__name__} attaches to a Trainer of transformers, not to a {type(trainer).__name__}; "
-                "in a loop of your own use GeometryMonitor or Locater"
-            )
+        handler = trainer.callback_handler
         handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
         self._handler = handler
         return self
 
-    def _warn_if_unattached(self, args: Any, state: TrainerState) -> None:
-        """Warn (`TrackerWarning`) where there are trackers that will not get the numbers."""
-        if self._handler is None and args.report_to and state.is_world_process_zero:
-            name = type(self).__name__
-            warnings.warn(
-                f"{', '.join(args.report_to)} will not get the numbers of {name}: call {name}(...).attach(trainer) "
-                "instead of giving it as one of the Trainer's callbacks",
-                TrackerWarning,
-                stacklevel=2,
-            )
-
     def _log(self, args: Any, state: TrainerState, control: Any, step: int, logs: dict[str, Any]) -> None:
-        """Log in `state.log_history`, and in the trackers of the Trainer that this is attached to.
-
-        As `Trainer.log` would, but not on the terminal: they would drown the loss.
-        """
+        """Log as `Trainer.log` would, but not on the terminal, where it would drown the loss."""
         state.log_history.append({**logs, "step": step})
         if self._handler is None:
             return
@@ -88,10 +59,10 @@ class GeometryCallback(TrackedCallback):
         trainer.train()
 
     The numbers that `GeometryMonitor` returns go to the Trainer's trackers (TensorBoard and so on) and to
-    `state.log_history` as `geometry/entropy_mean` and so on, new alarms as the text `geometry/alarm`. Given to the
-    Trainer as one of its `callbacks` instead of by `attach`, it works as well but the trackers get nothing. Every
-    head's and layer's go to `output_dir/geometry/*.jsonl`, with the loss that the Trainer logs. Under `torchrun` the
-    processes share the monitor batch; the first one writes, logs and warns.
+    `state.log_history` as `geometry/entropy_mean` and so on, new alarms as the text `geometry/alarm`. Trackers get
+    nothing where it is one of the Trainer's `callbacks` without `attach`. Every head's and layer's numbers go to
+    `output_dir/geometry/*.jsonl`, with the loss that the Trainer logs. Under `torchrun` the processes share the
+    monitor batch; the first one writes, logs and warns.
 
     Args:
         ids: the monitor batch, token ids (contexts, positions); None: the first long enough rows of the training data,
@@ -101,9 +72,8 @@ class GeometryCallback(TrackedCallback):
     Attributes:
         monitor: the `GeometryMonitor` of the training run under way, or of the last one.
 
-    Raises:
-        UsageError: at once, of the options; when the training begins, for the other reasons that `GeometryMonitor`
-            and `monitor_batch` have.
+    Raises, when training begins:
+        UsageError: as `GeometryMonitor` and `monitor_batch` do.
     """
 
     def __init__(
@@ -116,9 +86,6 @@ class GeometryCallback(TrackedCallback):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
-        check_looks(every, spectra_every)
-        if ids is not None:
-            monitor_corpus(ids, attention_mask, position_ids)
         self.monitor: GeometryMonitor | None = None
         self._ids = ids
         self._options: dict[str, Any] = {"every": every, "spectra_every": spectra_every, "limits": limits}
@@ -131,7 +98,6 @@ class GeometryCallback(TrackedCallback):
         ranks = Ranks.current()
         if ranks.world == 1 and not state.is_world_process_zero:
             return  # the processes know nothing of each other: the first one looks for itself
-        self._warn_if_unattached(args, state)
         ids, data = self._ids, getattr(kwargs.get("train_dataloader"), "dataset", None)
         if ids is None:
             ids = ranks.from_first(lambda: monitor_batch(data))
@@ -167,15 +133,14 @@ class GeometryCallback(TrackedCallback):
     def _look(self, args: Any, state: TrainerState, control: Any) -> None:
         assert self.monitor is not None
         numbers = self.monitor(state.global_step)  # every process, for they look together
-        if not numbers or self.monitor.last is None or not state.is_world_process_zero:
+        if not numbers or not state.is_world_process_zero:
             return
         logs: dict[str, Any] = {f"{FOLDER}/{name}": value for name, value in numbers.items()}
-        alarms = alarm_lines(self.monitor.new_alarms)
-        if alarms:
+        if alarms := alarm_lines(self.monitor.new_alarms):
             logs[f"{FOLDER}/alarm"] = "; ".join(alarms)
         if state.epoch is not None:
             logs["epoch"] = state.epoch
-        self._log(args, state, control, self.monitor.last.step, logs)
+        self._log(args, state, control, state.global_step, logs)
 
 
 class LocaterCallback(TrackedCallback):
@@ -193,8 +158,6 @@ class LocaterCallback(TrackedCallback):
     """
 
     def __init__(self, scale: Strength, mean: Strength, *, layers: Iterable[int] | None = None) -> None:
-        check_strength("scale", scale)
-        check_strength("mean", mean)
         self._options: dict[str, Any] = {"scale": scale, "mean": mean, "layers": layers}
         self.locater: Locater | None = None
         self._penalty: Tensor | None = None
@@ -202,7 +165,6 @@ class LocaterCallback(TrackedCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Find the weights."""
-        self._warn_if_unattached(args, state)
         self.locater = Locater(kwargs["model"], **self._options)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

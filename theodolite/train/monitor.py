@@ -1,7 +1,4 @@
-"""The monitor: measures a model every so many steps of its training, records the numbers, and warns.
-
-It changes neither the model nor the random numbers, so that a training run is the same with and without it.
-"""
+"""The monitor: measures a model every so many steps of its training, records the numbers, and warns."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +21,8 @@ from theodolite.train.alarms import Alarm, Alarms, Limits, alarm_lines
 from theodolite.train.geometry import LEAST_LENGTH, Geometry, GeometryReader
 from theodolite.train.record import Record
 
-CONTEXTS, LENGTH = 8, 128
-"""Size of a monitor batch that is taken from a data set: 1,024 tokens, a small part of a usual step."""
-
+CONTEXTS = 8  # of a monitor batch that is taken from a data set
+LENGTH = 128  # tokens of each, at most
 SEARCHED = 512  # rows of a data set in which long enough ones are looked for
 PAGE_SHARE = 0.01  # of the time, at most, goes into writing the page; in between it is as it was
 
@@ -84,7 +80,9 @@ class GeometryMonitor:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> None:
-        check_looks(every, spectra_every)
+        check_whole(every=every, spectra_every=spectra_every)
+        if min(every, spectra_every) < 1:
+            raise UsageError(f"every is {every} and spectra_every {spectra_every}: both must be 1 or more")
         self.every, self.spectra_every = every, spectra_every
         self.last: Geometry | None = None
         self.alarms: list[Alarm] = []
@@ -217,14 +215,6 @@ def _finish(record: Record) -> None:
             warnings.warn(message, RecordWarning, stacklevel=3)
 
 
-def check_looks(every: int, spectra_every: int) -> None:
-    """Raise `UsageError` where a number is not whole or not positive."""
-    if not all(isinstance(n, int) and n >= 1 for n in (every, spectra_every)):
-        raise UsageError(
-            f"every is {every!r} and spectra_every {spectra_every!r}: both must be 1 or more, and whole numbers"
-        )
-
-
 PLOTTED = {
     "entropy_mean": ("heads", "entropy", "mean"),
     "entropy_min": ("heads", "entropy", "min"),
@@ -248,10 +238,7 @@ PLOTTED = {
 
 
 def scalars(geometry: Geometry) -> dict[str, float]:
-    """Return a look's numbers to plot: `PLOTTED`, and the mean of each layer (`entropy/layer_3` and so on).
-
-    With spectra also vanishing_heads. A number that is NaN everywhere is left out.
-    """
+    """Return a look's numbers to plot but NaN: `PLOTTED`, vanishing_heads, and means of layers (`entropy/layer_3`)."""
     numbers: dict[str, Any] = {}
     for name, (of, column, statistic) in PLOTTED.items():
         table = getattr(geometry, of)
@@ -268,17 +255,12 @@ def scalars(geometry: Geometry) -> dict[str, float]:
 def monitor_batch(
     rows: Any, contexts: int = CONTEXTS, length: int = LENGTH
 ) -> Int[Tensor, "contexts positions"]:
-    """Make a monitor batch of the first long enough rows of a data set, of so many contexts and tokens at most.
-
-    `UsageError` where the data set cannot be indexed, has no `input_ids`, or only rows below 8 tokens.
-    """
-    if not isinstance(rows, Sized) or not hasattr(rows, "__getitem__"):
-        raise UsageError("the training data is a stream, which a batch would use up: give its token ids")
+    """Make a monitor batch of the first long enough rows of a data set; `UsageError` where it has none to give."""
     found: list[Tensor] = []
-    for index in range(min(len(rows), SEARCHED)):
+    for index in range(min(len(rows), SEARCHED) if hasattr(rows, "__getitem__") else 0):
         row = rows[index]
         if "input_ids" not in row:
-            raise UsageError("the rows of the training data have no input_ids: give the batch's token ids")
+            break
         ids = torch.as_tensor(np.asarray(row["input_ids"])).flatten()
         if "attention_mask" in row:
             ids = ids[torch.as_tensor(np.asarray(row["attention_mask"])).flatten().bool()]
@@ -287,7 +269,10 @@ def monitor_batch(
         if sum(len(ids) >= length for ids in found) == contexts:
             break
     if not found:
-        raise UsageError(f"no row of the data has {LEAST_LENGTH} tokens or more: give the batch's token ids")
+        raise UsageError(
+            f"the training data is a stream, or no row of it has {LEAST_LENGTH} input_ids or more: give the monitor "
+            "batch's token ids"
+        )
     longest = sorted(map(len, found), reverse=True)[:contexts]
     length = min(length, longest[-1])
     return torch.stack([ids[:length] for ids in found if len(ids) >= length][:contexts]).long()

@@ -26,22 +26,21 @@ DRAWN = dict.fromkeys(OF_HEADS, "heads") | {"rank_collapse": "layers"}
 NEEDED = {"heads": {*OF_HEADS, "at_distance", "same_token", "sink_learned"}, "layers": {"rank_collapse"}}
 """Columns that a resumed monitor judges again or draws."""
 
-PLACE = {"heads": ("layer", "head"), "layers": ("layer",)}
 Row = dict[str, Any]
 
 
 class Record:
     """The tables of all looks, and the losses in between, as lines of JSON in a folder; a NaN is `null`.
 
-    `places`: (layer, head) of each head, (layer,) of each residual layer. `steps` and `alarms` are of all looks;
+    `places`: (layer, head) of each head, (layer, None) of each residual layer. `steps` and `alarms` are of all looks;
     `losses` the last one of each step. `finished`: the page says that the run has ended, or is not written any more.
     """
 
     def __init__(self, folder: Path, layers: int, places: Sequence[tuple[int, int]]) -> None:
         self.folder = folder
-        self.places: dict[str, list[tuple[int, ...]]] = {
+        self.places: dict[str, list[tuple[int, int | None]]] = {
             "heads": list(places),
-            "layers": [(layer,) for layer in range(layers + 1)],
+            "layers": [(layer, None) for layer in range(layers + 1)],
         }
         self.steps: list[int] = []
         self.alarms: list[Alarm] = []
@@ -64,10 +63,10 @@ class Record:
             self.folder.mkdir(parents=True, exist_ok=True)
             rows = {name: _rows(self._path(name)) for name in FILES}
             looks: dict[int, dict[str, list[Row]]] = {}
-            for name in PLACE:
+            for name in NEEDED:
                 for row in rows[name]:
                     if row["step"] <= step:
-                        looks.setdefault(row["step"], {of: [] for of in PLACE})[name].append(row)
+                        looks.setdefault(row["step"], {of: [] for of in NEEDED})[name].append(row)
             whole = {at for at, look in looks.items() if step and self._is_whole(look)}
             if not whole and any(rows.values()):
                 message = f"{self.folder} held an earlier record: moved to heads.{self._move_aside()}.jsonl and so on"
@@ -101,7 +100,7 @@ class Record:
     def _is_whole(self, look: dict[str, list[Row]]) -> bool:
         """Tell whether these are the rows of one look at a model of this many layers and heads."""
         return all(
-            [tuple(map(row.get, PLACE[name])) for row in rows] == self.places[name]
+            [(row.get("layer"), row.get("head")) for row in rows] == self.places[name]
             and all(row.keys() >= NEEDED[name] for row in rows)
             for name, rows in look.items()
         )
@@ -118,7 +117,7 @@ class Record:
 
     def write(self, geometry: Geometry, alarms: list[Alarm]) -> None:
         """Append one look and its alarms; `WorkError` where the folder cannot be written."""
-        for name in PLACE:
+        for name in NEEDED:
             table = getattr(geometry, name)
             self._append(name, [{"step": geometry.step, **row} for row in table.to_dict("records")])
         self._append("alarms", [vars(alarm) for alarm in alarms])

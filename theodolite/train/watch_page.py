@@ -24,15 +24,15 @@ from theodolite.report.drawing.grammar import Panel
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, head_name, number, visible
-from theodolite.train.alarms import ENTROPY, RANK, VANISHING, Alarm, Limits
+from theodolite.train.alarms import Limits
 from theodolite.train.geometry import residual_place
 from theodolite.train.record import DRAWN, FOLDER, OF_HEADS, Record
 
 PAGE = "watch.html"
 RELOAD = 30  # seconds after which an open page reads itself again
-LISTED, MARKED = 200, 2000  # alarms in the list, and in the map, at most: the newest
-POINTS, CELLS = 500, 50_000  # points of a line, and cells of a map, at most
-ALARM_COLOURS = {ENTROPY: style.VERMILLION, RANK: style.BLUE, VANISHING: style.ORANGE}
+LISTED = 200  # alarms in the list, at most: the newest
+POINTS = 500  # of a line, at most
+CELLS = 50_000  # of a map, at most
 
 
 class Measure(NamedTuple):
@@ -74,7 +74,9 @@ def render(record: Record, *, finished: bool) -> str:
             "written": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
             "summary": _summary(record),
             "blocks": [page.block_of(exhibit) for exhibit in _exhibits(record)],
-            "alarms": [(alarm.step, alarm.kind, _where(alarm), alarm.trend) for alarm in newest],
+            "alarms": [
+                (each.step, each.kind, _place((each.layer, each.head)), each.trend) for each in newest
+            ],
             "listed": LISTED,
             "count": len(record.alarms),
             "cards": "{}",
@@ -104,13 +106,15 @@ def _exhibits(record: Record) -> list[Exhibit]:
     shown += [_panel(name, tables[name], showlegend=name == of_lines[0]) for name in of_lines]
     outcome = Outcome()
     if shown:
-        outcome.show("watch", "lines", _lines(shown, record.alarms))
+        # They zoom together.
+        together = [shown[0], *(replace(panel, xaxis={"matches": "x"}) for panel in shown[1:])]
+        across = min(len(shown), 3 if len(shown) > 4 else 2)
+        outcome.show("watch", "lines", grammar.panels(together, across, height=240, gaps=(0.08, 0.2)))
     maps = [name for name in OF_HEADS if name in tables]
     if maps:
         layers = [layer for layer, _ in record.places["heads"]]
         options = [Option(name, MEASURES[name].title, note=MEASURES[name].axis) for name in maps]
-        newest = record.alarms[-MARKED:]
-        figures = {name: _head_map(name, tables[name], layers, newest) for name in maps}
+        figures = {name: _head_map(name, tables[name], layers) for name in maps}
         outcome.show("watch", "heads", Choice("colour", options, figures.__getitem__))
     return outcome.exhibits
 
@@ -153,48 +157,26 @@ def _loss_panel(losses: pd.DataFrame) -> Panel:
     return Panel("Loss", drawn, "step", "loss")
 
 
-def _lines(shown: Sequence[Panel], alarms: Sequence[Alarm]) -> go.Figure:
-    """Draw panels against the step that zoom together, with the first alarm of each kind in all of them."""
-    first = {alarm.kind: alarm.step for alarm in reversed(alarms)}
-    look = {"width": 1.2, "dash": "dash"}
-    marks = [(float(step), look | {"color": ALARM_COLOURS[kind]}) for kind, step in first.items()]
-    together = [
-        replace(panel, xaxis={"matches": "x"} if place else {}, marks=marks)
-        for place, panel in enumerate(shown)
-    ]
-    across = 3 if len(shown) > 4 else 2
-    return grammar.panels(together, min(across, len(shown)), height=240, gaps=(0.08, 0.2))
-
-
-def _head_map(name: str, table: pd.DataFrame, layers: Sequence[int], alarms: Sequence[Alarm]) -> go.Figure:
-    """Draw all heads (rows) at all looks (columns), the first block on top; a cross where a head began to alarm."""
+def _head_map(name: str, table: pd.DataFrame, layers: Sequence[int]) -> go.Figure:
+    """Draw all heads (rows) at all looks (columns), the first block on top."""
     measure = MEASURES[name]
     x, groups = _grouped(table, max(100, min(POINTS, CELLS // len(layers))))
     cells = (groups.min() if measure.low_alarms else groups.max()).to_numpy().T
     highest = max(grammar.saturation([cells]), 1e-6) if name == "largest_logit" else 1.0
     hover = f"%{{y}} at step %{{x}}<br>{measure.axis} %{{z:.3g}}<extra></extra>"
     cells_of_heads = grammar.heat(cells, 0.0, highest, hover, bar=measure.axis, x=x, y=list(table.columns))
-    of_heads = [alarm for alarm in alarms if alarm.head is not None]
-    at, names = np.array([alarm.step for alarm in of_heads], dtype=np.int64), list(map(_where, of_heads))
-    hover = "%{y} at step %{x}<br>%{text}<extra></extra>"
-    look = {"symbol": "x-thin", "size": 7, "line": {"width": 1.6, "color": style.INK}}
-    kinds = [alarm.kind for alarm in of_heads]
-    crosses = grammar.dots(at, names, kinds, None, style.INK, hover, marker=look, showlegend=False)
     starts = [layers.index(layer) for layer in dict.fromkeys(layers)]
     starts = starts[:: math.ceil(len(starts) / 24)]
     rows = {"type": "category", "ticks": "", "range": [len(layers) - 0.5, -0.5], "tickmode": "array"}
     rows |= {"tickvals": starts, "ticktext": [f"block {layers[n]}" for n in starts]}
     height = grammar.map_height(len(layers))
-    return style.figure([cells_of_heads, crosses], "step", "", height=height, layout={"yaxis": rows})
+    return style.figure([cells_of_heads], "step", "", height=height, layout={"yaxis": rows})
 
 
-def _place(place: tuple[int, ...]) -> str:
+def _place(place: tuple[int, int | None]) -> str:
     """Name a head `L2H5`, or a layer of the residual stream `after block 1`."""
-    return head_name(*place) if len(place) == 2 else residual_place(place[0])
-
-
-def _where(alarm: Alarm) -> str:
-    return _place((alarm.layer,) if alarm.head is None else (alarm.layer, alarm.head))
+    layer, head = place
+    return residual_place(layer) if head is None else head_name(layer, head)
 
 
 def _dots(points: Any) -> float:
