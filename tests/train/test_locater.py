@@ -134,7 +134,7 @@ def test_strengths_may_be_functions_of_the_step():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"layers": [3]}, "layer 3 does not exist: this model has layers 0 to 2"),
+        ({"layers": [3]}, "layer 3 does not exist or does not attend: choose of "),
         ({"layers": [1, 1]}, "each once"),
         ({"layers": []}, "one layer or more"),
         ({"layers": [0.5]}, r"layers\[0\] is 0\.5: give a whole number"),

@@ -30,9 +30,8 @@ from theodolite.system.progress import ShowProgress
 
 NAME = "few-shot"
 
-MOST_SHOTS, PROMPTS = 16, 100
-"""Examples before the last line of a prompt, at the most; prompts of each task."""
-
+MOST_SHOTS = 16  # examples before the last line of a prompt, at the most
+PROMPTS = 100  # of each task
 TOKENS_A_PASS = 2048  # logits of as many tokens are in memory
 
 
@@ -49,27 +48,19 @@ def word_tasks() -> dict[str, list[tuple[str, str]]]:
 
 @dataclass(frozen=True)
 class FewShotPrompts:
-    """N prompts of k examples and a question: k + 1 lines of one task.
+    """N prompts of k examples and a question: k + 1 lines of one task."""
 
-    Attributes:
-        tasks: of each prompt.
-        ids: token ids, with 0 behind the shorter prompts.
-        answers: the tokens of each line's answer and its line break: the first one's place, and the place behind them.
-    """
-
-    tasks: tuple[str, ...]
-    ids: Int[Tensor, "prompts positions"]
-    answers: Int[Tensor, "prompts lines 2"]
+    tasks: tuple[str, ...]  # of each prompt
+    ids: Int[Tensor, "prompts positions"]  # with 0 behind the shorter prompts
+    answers: Int[
+        Tensor, "prompts lines 2"
+    ]  # places of the first token of each line's answer, and behind its last
 
     @classmethod
     def draw(
         cls, tokenizer: Any, prompts: int = PROMPTS, seed: int = 0, shots: int = MOST_SHOTS
     ) -> FewShotPrompts:
-        """Draw so many prompts of each task, of `shots` examples, by the seed alone; those of fewer begin alike.
-
-        Raises:
-            UsageError: the tokenizer does not say where its tokens stand in the text, or a number is out of range.
-        """
+        """Draw prompts of each task by the seed alone, those of fewer shots begin alike; `UsageError` if it cannot."""
         if not getattr(tokenizer, "is_fast", False):
             raise UsageError(f"{NAME} needs a tokenizer that says where tokens stand (a fast one)")
         check_whole(prompts=prompts, seed=seed, shots=shots)
@@ -108,10 +99,7 @@ class FewShotPrompts:
     def right(
         self, model: OpenModel, part: slice | Tensor, ids: Int[Tensor, "prompts positions"]
     ) -> Bool[Tensor, "prompts lines"]:
-        """Mark the answers of some prompts of which each token is the most likely one, as greedy decoding writes it.
-
-        `ids`: their tokens; what is behind the longest of them may be left out.
-        """
+        """Mark the answers that greedy decoding writes, of some prompts; `ids`: their tokens, up to the longest."""
         first, behind = (self.answers[part] - 1).unbind(dim=-1)  # from where an answer's tokens are predicted
         places = torch.arange(ids.shape[1])
         predicting = ((places >= first.unsqueeze(-1)) & (places < behind.unsqueeze(-1))).any(dim=1)

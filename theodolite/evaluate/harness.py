@@ -1,7 +1,4 @@
-"""The tasks of lm-eval (Gao et al. 2024) on an opened model, with k examples in the prompt, offline by default.
-
-Prompts, metrics, seeds and progress bars are those of lm-eval, an optional dependency that is imported when used.
-"""
+"""The tasks of lm-eval (Gao et al. 2024) on an opened model, with k examples in the prompt, offline by default."""
 
 from __future__ import annotations
 
@@ -52,8 +49,7 @@ def harness(
         model: causal, with its tokenizer.
         tasks: names of tasks, groups or tags; if empty, all tasks of `folder`.
         shots: numbers of examples, drawn by the task's own few-shot sampler.
-        folder: custom tasks as YAML; paths of their data files are relative to it. It must be trusted: lm-eval runs
-            Python functions that a YAML names.
+        folder: custom tasks as YAML; paths of their data files are relative to it. lm-eval runs code that a YAML names.
         batch: requests per forward pass.
         limit: use only the first documents of each task; None: all.
         download: whether missing data may be downloaded; otherwise no connection is attempted.

@@ -34,8 +34,7 @@ class Perplexity:
             that no earlier window had.
         tokens: (contexts,) how many these are.
         batch: contexts per forward pass.
-        text_bytes: (contexts,) bytes of text that each context's predicted tokens stand for; None of token ids that no
-            text was read for.
+        text_bytes: (contexts,) bytes of text that each context's predicted tokens stand for; None without a text.
         each: (contexts,) what the loss is the mean of: `losses`, or where contexts are of unlike lengths each one's
             part in the mean over all tokens, to first order.
         loss, loss_se: in nats per token, with its standard error over contexts, NaN for one.
@@ -67,8 +66,7 @@ def _parts(sums: Any, sizes: Any) -> Float[np.ndarray, " contexts"]:
     return ratio + (sums - ratio * sizes) / sizes.mean()
 
 
-LITERATURE = 2048
-"""Tokens of a window in published perplexities of WikiText-2, where the model has positions for them."""
+LITERATURE = 2048  # tokens of a window in published perplexities of WikiText-2
 
 
 @measures("model")
@@ -212,10 +210,7 @@ def _windows(
 
 
 def perplexity_scores(name: str, corpus: Corpus, measured: Perplexity, windows: str = "") -> list[Score]:
-    """Score loss, perplexity and, where a text was read, bits per byte of the model `name`.
-
-    `windows` says how a stream was read; scores are comparable where it is equal.
-    """
+    """Score loss, perplexity and bits per byte of the model `name`; `windows` says how a stream was read."""
     task, count = f"{corpus.name}{windows}", len(measured.losses)
     shared = (count, measured.batch, corpus.sha256 + windows)
     scores = [

@@ -47,10 +47,7 @@ SCHEMA_VERSION = 1
 
 
 class Evaluation:
-    """The scores in a JSON file, and beside it the job that measures what is not there yet; without a path, in memory.
-
-    A key is all that determines scores: fingerprints of model and questions, and package versions.
-    """
+    """The scores in a JSON file, by all that determines them, and beside it the job that measures what is missing."""
 
     def __init__(self, out: Path | None) -> None:
         self._out = out
@@ -79,10 +76,7 @@ class Evaluation:
         scores_in: Callable[[Tensors, Notes], list[Score]],
         show_progress: ShowStage = lambda what, done, total: None,
     ) -> list[Score]:
-        """Return the scores with this key: known, or measured now, from where an interrupted call stopped.
-
-        `make` makes the steps that measure them, which are called `title`; `scores_in` reads their state and notes.
-        """
+        """Return the scores with this key: known, or read by `scores_in` from the steps made now, called `title`."""
         name = files.json_digest(key)
 
         def measure() -> list[Score]:

@@ -1,7 +1,4 @@
-"""Prune single matrices, and whole models block by block.
-
-The public names are imported when they are first used, so that the options can be checked before torch is there.
-"""
+"""Prune single matrices, and whole models block by block."""
 
 from __future__ import annotations
 

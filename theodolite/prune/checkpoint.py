@@ -85,10 +85,7 @@ class Pruned:
         return {at: factors for block in blocks for at, factors in block.items()}
 
     def factors(self, layer: int) -> Factors:
-        """Give a block's low-rank parts of W_Q, W_K, W_V, for `interventions.without_low_rank(factors=…)`.
-
-        `UsageError` where there are none: a method other than OATS, rank 0, or no such block.
-        """
+        """Give a block's low-rank parts of W_Q, W_K, W_V, for `without_low_rank`; `UsageError` where there are none."""
         parts = self._low_rank_of(layer) if (self.table["layer"] == layer).any() else {}
         factors = {name: parts[layer, name] for name in "qkv" if (layer, name) in parts}
         if not factors:
@@ -153,10 +150,7 @@ class UnfinishedPruning(Unfinished):
         super().__init__(out, _options(fingerprint), corpus, "pruning")
 
     def finished(self, form: str) -> Pruned | None:
-        """Give the record of this pruning where `OUT` has it, and remove what a process killed at its end has left.
-
-        `UsageError` where `OUT` holds something else or is damaged, or `OUT.partial` holds another pruning.
-        """
+        """Give the record of this pruning where `OUT` has it; `UsageError` where it holds anything else."""
         if self.out.is_dir() and not any(self.out.iterdir()):
             self.out.rmdir()
         if not self.out.exists():
@@ -264,10 +258,7 @@ class UnfinishedPruning(Unfinished):
 
 
 def _copy_companions(model: OpenModel, folder: Path) -> None:
-    """Copy what the model's checkpoint has beside its weights, byte for byte, and save the tokenizer.
-
-    A GGUF file has nothing beside it that is known to be of its model. No code is copied, since none is run.
-    """
+    """Copy what the model's checkpoint has beside its weights, byte for byte but no code, and save the tokenizer."""
     source = embedded.FOLDER if model.id == embedded.NAME else Path(model.id).expanduser()
     if model.revision is not None:
         source = Path(snapshot_download(model.id, revision=model.revision, allow_patterns=COMPANIONS.split()))
@@ -295,8 +286,7 @@ def _in_adapter(matrix: PrunedMatrix) -> bool:
 def _write_adapter(folder: Path, model: OpenModel, blocks: Iterable[list[PrunedMatrix]], base: Path) -> None:
     """Write the low-rank parts as PEFT's `PeftModel.from_pretrained(model, folder)` reads them; `base` has the sparse.
 
-    Of a module that W_Q, W_K and W_V share, B holds the left factors side by side, each in the rows of its own outputs,
-    and A the right ones below each other. lora_alpha is the rank of each module, so that what PEFT adds is B A itself.
+    Of a module that W_Q, W_K and W_V share, B holds the left factors side by side, each in the rows of its own outputs.
     """
     from peft import LoraConfig
     from peft.utils import TaskType
@@ -323,7 +313,7 @@ def _write_adapter(folder: Path, model: OpenModel, blocks: Iterable[list[PrunedM
             tensors[f"base_model.model.{name}.lora_B.weight"] = b
     LoraConfig(
         r=max(ranks.values()),
-        lora_alpha=max(ranks.values()),
+        lora_alpha=max(ranks.values()),  # as the rank, so that what PEFT adds is B A itself
         rank_pattern=ranks,
         alpha_pattern=ranks,
         target_modules=sorted(ranks),

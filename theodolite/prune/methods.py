@@ -1,8 +1,7 @@
 """Prune a weight matrix by magnitude, Wanda or SparseGPT.
 
-A weight W is (outputs, inputs), as `nn.Linear` holds it: y = W x. `sparsity` is the share of entries
-removed. A pattern N:M fixes it at 1 − N/M; `sparsity` is then None or that number. Counts are exact, rounded down; the
-released codes of magnitude and SparseGPT remove entries ≤ a threshold instead: one more, and all ties.
+A weight W is (outputs, inputs), as `nn.Linear` holds it: y = W x. A pattern N:M fixes the sparsity at 1 − N/M. Counts
+are exact, rounded down; the released codes of magnitude and SparseGPT remove one more entry, and all ties.
 """
 
 from __future__ import annotations
@@ -98,7 +97,6 @@ class HessianFactor:
 def factor_hessian(hessian: Tensor, damping: float = DAMPING, *, overwrite: bool = False) -> HessianFactor:
     """Factor a Hessian (inputs, inputs) in float64; arguments and errors are those of `sparsegpt`.
 
-    As in the released code, the diagonal of a dead input is set to 1, and counts in the mean of the diagonal.
     `overwrite`: R may take the place of a Hessian in float64, so that there is one matrix of this size in memory.
     """
     if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1]:
@@ -172,8 +170,7 @@ def sparsegpt(
             matrices may share, and which says the damping.
         sparsity: share removed of each block of 128 inputs, in (0, 1).
         pattern: N:M; then selected group by group, after the updates from earlier groups.
-        damping: share of the mean diagonal that is added to the Hessian's diagonal; the released code has 0.01. It
-            is raised tenfold until the Hessian can be factored.
+        damping: share of the mean diagonal that is added to it; raised tenfold until the Hessian can be factored.
 
     Returns: the pruned weight, in its own dtype. Inputs that are always 0 get weight 0.
 
@@ -207,10 +204,8 @@ def sparsegpt(
 def _prune_block(
     rows: Float[Tensor, "inputs outputs"], upper: Float[Tensor, "inputs inputs"], keep: Pattern | int
 ) -> None:
-    """Prune some inputs in place; `keep`: their total number of kept entries, or the pattern.
-
-    Where the paper takes the i-th error from all later inputs, each takes all earlier ones from itself: fewer writes.
-    """
+    """Prune some inputs in place; `keep`: their total number of kept entries, or the pattern."""
+    # Where the paper takes the i-th error from all later inputs, each takes all earlier ones from itself: fewer writes.
     scale = upper.diagonal().unsqueeze(1)
     errors = torch.empty_like(rows)
     mask = torch.empty_like(rows, dtype=torch.bool)
@@ -337,10 +332,7 @@ def _kth_smallest(scores: Float[Tensor, "rows columns"], k: int) -> Float[Tensor
 
 
 class ThresholdTracker:
-    """Repeated `largest` of the same rows while their scores change little, in half the time.
-
-    Each row's threshold starts where it was and moves by how many entries are too many; rows that miss are sorted.
-    """
+    """Repeated `largest` of the same rows while their scores change little, in half the time."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -89,23 +89,22 @@ def prune_model(
 ) -> Pruned:
     """Prune a model in place, and write it as a checkpoint where `out` says.
 
-    Every linear layer inside the blocks is pruned, W_Q, W_K and W_V separately where they are fused, and the matrices
-    of every expert on the tokens routed to it; embeddings, head, norms, biases and routers are not.
+    Every linear layer inside the blocks is pruned, W_Q, W_K and W_V separately, and the matrices of every expert on the
+    tokens routed to it; embeddings, head, norms, biases and routers are not.
 
     Args:
         model: from `open_model`, and left half pruned by an interrupt; or from `open_streamed`: then a block is in
             memory while it is pruned, and its pruned matrices are written to `out` only.
         corpus: the calibration text; all its tokens count.
         method: "oats", "sparsegpt", "wanda" or "magnitude".
-        sparsity: share of entries removed, strictly between 0 and 1; one number for all blocks, or one per block, or a
-            function of (block, name of the matrix). For OATS, the low-rank part counts among the kept entries. None:
-            the sparsity of the pattern.
+        sparsity: share of entries removed, in (0, 1); one number for all blocks, or one per block, or a function of
+            (block, name of the matrix). OATS counts its low-rank part among the kept entries. None: the pattern's.
         pattern: "2:4" keeps at most 2 of every 4 consecutive inputs of an output, in the sparse part.
-        rank_ratio: for OATS: the share of the kept parameters in the low-rank part, from 0 to 1; or a function of
+        rank_ratio: for OATS: the share of the kept parameters in the low-rank part, in [0, 1]; or a function of
             (block, name of the matrix): `lambda layer, name: 0.5 if name in "qk" else 0.25`.
         iterations, seed: for OATS, as in `oats`; damping: for SparseGPT, as in `sparsegpt`.
-        exact: read the text in the model's own precision, even where the processor multiplies faster in bfloat16; and
-            for OATS a full SVD in every iteration, as published, of large matrices too.
+        exact: read the text in the model's own precision, also where bfloat16 is faster; for OATS a full SVD in every
+            iteration, as published.
         skip: globs of names of matrices that stay dense, in their block ("mlp.down_proj", "q") or in the model
             ("model.layers.0.*").
         out: folder of the checkpoint, which a streamed model needs; to resume an interrupted call, repeat it on a newly
@@ -284,9 +283,8 @@ class _Pruning:
         difference = weight.to(methods.precision_of(weight))
         whole = moments.squared_norm(difference)
         lost = moments.squared_norm(difference.sub_(pruned.merged()))
-        nonzeros, size = int((sparse != 0).sum()), sparse.element_size()
+        nonzeros = int((sparse != 0).sum())
         parameters = nonzeros + sum(factor.numel() for factor in low_rank)
-        row_numbers = 0 if matrix.rows is None else matrix.rows.nbytes
         return pruned, {
             "layer": matrix.layer,
             "matrix": matrix.name,
@@ -299,8 +297,6 @@ class _Pruning:
             "sparsity": 1 - parameters / sparse.numel(),
             "rank": len(low_rank[1]) if low_rank else 0,
             "nonzeros": nonzeros,
-            "dense_bytes": sparse.numel() * size,
-            "compact_bytes": parameters * size + -(-sparse.numel() // 8) + row_numbers,
             "error_scaled": math.sqrt(lost / whole) if whole > 0 else math.nan,
             "damping": damping,
             "tokens": moments.count,
@@ -483,10 +479,7 @@ class _AllInputsSeen(Exception):
 
 
 class InputMoments:
-    """Sums over the inputs of the matrices of one block; those with the same inputs (W_Q, W_K and W_V) share one.
-
-    `damping`: of the factors of the full moments, centred while summing; None: diagonals only.
-    """
+    """Sums over a block's inputs, one for matrices with the same ones; without a damping, of their squares alone."""
 
     def __init__(self, matrices: Sequence[Matrix], damping: float | None = None) -> None:
         self._damping = damping

@@ -1,7 +1,4 @@
-"""Tools for a user's own training: LocAteR, the monitor, QK-Clip, and callbacks for the Trainer.
-
-The public names are imported when they are first used, so that none costs what another needs.
-"""
+"""Tools for a user's own training: LocAteR, the monitor, QK-Clip, and callbacks for the Trainer."""
 
 from __future__ import annotations
 

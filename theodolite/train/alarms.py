@@ -102,10 +102,7 @@ def alarm_lines(alarms: list[Alarm]) -> list[str]:
 
 
 class Alarms:
-    """Raises alarms, look by look: one for each head or layer and kind until it has recovered.
-
-    A second one comes if it alarmed above the limit and then falls below it.
-    """
+    """Raises alarms, look by look, by head or layer and kind: one until it has recovered, and one if it collapses."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits = limits or Limits()

@@ -1,8 +1,4 @@
-"""One measurement (a look) of a model in training: its heads and residual stream, by the accumulators of a survey.
-
-`GeometryReader` reads a fixed batch (the monitor batch) in evaluation mode, and leaves the model as it was: modes,
-weights, gradients, hooks, random numbers.
-"""
+"""One measurement (a look) of a model in training: its heads and residual stream, by the accumulators of a survey."""
 
 from __future__ import annotations
 
@@ -37,32 +33,28 @@ from theodolite.theory.regimes import UNDEFINED, regime
 
 Answer = TypeVar("Answer")
 
-QUERIES = LEAST_LENGTH = 8
-"""Queries of a context, evenly spaced, whose distances to keys are looked at; as many tokens it must have at least."""
+QUERIES = 8  # of a context, evenly spaced, whose distances to keys are looked at
+LEAST_LENGTH = QUERIES  # tokens that a context must have
 
+# Columns of the heads table that only a look with `spectra` has.
 SPECTRA = (*(name for name in MOMENTS if name not in ("mean", "variance")), "spectral_norm", "regime")
-"""Columns of the heads table that only a look with `spectra` has."""
 
+# Sums over the contexts of one layer of the residual stream; those by position are as large as a batch of its own.
 RESIDUAL = (
     *("contexts", "readers", "norm_sum", "norm_first_sum", "cosine_sum", "collapse_sum"),
     *("outlier", "massive", "massive_first"),
 )
-"""Sums over the contexts of one layer of the residual stream; those by position are as large as a batch of its own."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of one training run (`world`): this one's rank. All of them must call every method but `share`.
-
-    Those who must read the same contexts are a team (each has some of the heads): this one's of `teams`, and whether it
-    is the first of it, whose sums are those of all (`leads`).
-    """
+    """The processes of one training run. All of them must call every method but `share`."""
 
     rank: int = 0
     world: int = 1
-    team: int = 0
+    team: int = 0  # of processes that each have some of the heads, and read the same contexts
     teams: int = 1
-    leads: bool = True
+    leads: bool = True  # the first of its team, whose sums are those of all
 
     @classmethod
     def current(cls, heads: Any = None) -> Ranks:
@@ -304,10 +296,7 @@ class LookSums(Hooks):
 
 
 def distance_sums(inputs: AttentionInputs, longest: int) -> State:
-    """Sum over contexts the mean attention of `QUERIES` queries to the key at each distance, for every head.
-
-    by_distance (H, D): of the distances that half of the queries have; with_distance (H, D): the contexts that have it.
-    """
+    """Sum over contexts the mean attention of `QUERIES` queries by distance (H, D), and the contexts that have it."""
     batch, heads, length, _ = inputs.query.shape
     device = inputs.query.device
     rows = torch.arange(1, QUERIES + 1, device=device) * length // QUERIES - 1

@@ -1,8 +1,7 @@
 """LocAteR, the penalty of Bao et al. 2024 (section 6) that narrows the spectrum of every head's query-key matrix.
 
-It works on the factors W_q and W_k, whoever holds them, and forms no d×d matrix. Bao et al. keep tokens in columns and
-write W_QK = W_Qᵀ W_K with factors of shape (d_h, d); ours are (d, d_h) and W_QK = W_q W_kᵀ, the transpose of theirs.
-Both terms are the same for a matrix and its transpose.
+It works on the factors W_q and W_k of shape (d, d_h), and forms no d×d matrix. W_QK = W_q W_kᵀ is the transpose of what
+Bao et al. write, of which both terms are the same.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def locater_penalty(
         scale: κ₁, the strength on the scale of the spectrum, in units of the loss.
         mean: κ₂, the strength on its mean.
         gradient: "exact", or "published" for the second term's gradient as printed in section 6,
-            κ₂ (tr W_QK − 1) tr(W_QK) W_k in place of 2 κ₂ (tr W_QK − 1) W_k, which is no gradient of this value. For
-            comparison with the paper only; the value is the same.
+            κ₂ (tr W_QK − 1) tr(W_QK) W_k in place of 2 κ₂ (tr W_QK − 1) W_k: for comparison with the paper only.
 
     Computed with autocast off, in float32, or in float64 where the factors are; the result has that dtype.
 
@@ -113,10 +111,9 @@ def _add_product(into: Tensor, w: Tensor, gram: Tensor) -> None:
 
 
 class _FrobeniusSquared(torch.autograd.Function):
-    """‖W_q W_kᵀ‖_F² of w_q (..., G, n, d, d_h) and w_k (..., G, 1, d, d_h), and the two Gram matrices.
+    """‖W_q W_kᵀ‖_F² of w_q (..., G, n, d, d_h) and w_k (..., G, 1, d, d_h), and the two Gram matrices."""
 
-    Its gradients 2 W_q (W_kᵀ W_k) and 2 W_k (W_qᵀ W_q) take one product each, those of the Gram matrices two.
-    """
+    # Its gradients 2 W_q (W_kᵀ W_k) and 2 W_k (W_qᵀ W_q) take one product each, those of the Gram matrices two.
 
     @staticmethod
     def forward(w_q: Tensor, w_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,8 +143,7 @@ class Locater:
 
     Args:
         model: a `transformers` model of any family that a survey reads, as it is or inside DDP, DataParallel or
-            `torch.compile`; any other module as `open_module` gives it. Its weights may be trained, loaded and moved to
-            another device afterwards; where modules are replaced, a call says so.
+            `torch.compile`; any other module as `open_module` gives it.
         scale: κ₁, on ‖W_QK‖_F². The paper's 100 is the strength for one head of a width of 128.
         mean: κ₂, on (tr W_QK − 1)².
         layers: which attention layers, counted from 0; None: all.
@@ -196,8 +192,7 @@ class Locater:
 
         Raises:
             UsageError: a strength is a function and no step was given, or it gives a negative or no number; a module
-                that holds the weights was replaced, or all the weights have been frozen; the gradients are DeepSpeed's
-                to make, which leaves `add_gradient`.
+                that holds the weights was replaced, or all are frozen; DeepSpeed leaves `add_gradient` alone.
         """
         strengths = self._strengths_at(step)
         if not self._together and all(p.dtype in (torch.float32, torch.float64) for p in self.parameters):
@@ -214,12 +209,9 @@ class Locater:
     def add_gradient(self, step: int | None = None, factor: float = 1.0) -> Float[Tensor, ""]:
         """Add the penalty's gradient to that of the loss, between `loss.backward()` and the optimizer's step.
 
-        The same as `(loss + locater()).backward()`, whatever shards the model: each rank adds its own part, and weights
-        are gathered a layer at a time. `factor` is on the gradient: the scale of a loss that is scaled for float16,
-        unless it has been taken off again. Returns the penalty.
-
-        Raises:
-            UsageError: as a call does, or DeepSpeed has no gradients now.
+        The same as `(loss + locater()).backward()`, whatever shards the model. `factor` is on the gradient: the scale
+        of a loss that is scaled for float16, unless it has been taken off again. Returns the penalty; `UsageError` as a
+        call, or where DeepSpeed has no gradients now.
         """
         strengths = self._strengths_at(step)
         with torch.no_grad():
@@ -372,15 +364,14 @@ def _is_direct(layer: Projections) -> bool:
 
 def _selected(layers: Iterable[int] | None, structure: Structure) -> list[int]:
     """Return the layers asked for, or all that attend; of those that share their matrices (ALBERT), the first."""
-    count = len(structure.attention)
     first = {structure.attention_at(layer): layer for layer in reversed(structure.attending)}
     selected = sorted(first.values()) if layers is None else list(layers)
     check_whole(**{f"layers[{place}]": layer for place, layer in enumerate(selected)})
     if not selected or len(set(selected)) < len(selected):
         raise UsageError(f"layers is {selected}: name one layer or more, each once")
     for layer in selected:
-        if not 0 <= layer < count:
-            raise UsageError(f"layer {layer} does not exist: this model has layers 0 to {count - 1}")
-        if structure.attention[layer] is None:
-            raise UsageError(f"layer {layer} does not attend: leave it out of layers")
+        if layer not in structure.attending:
+            raise UsageError(
+                f"layer {layer} does not exist or does not attend: choose of {structure.attending}"
+            )
     return selected

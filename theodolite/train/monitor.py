@@ -47,16 +47,14 @@ class GeometryMonitor:
         model: of any family that a survey reads; may be wrapped by DDP, DataParallel, `torch.compile` or PEFT. Any
             other module as `open_module` gives it.
         ids: the monitor batch, token ids (contexts, positions); 8 × 128 do.
-        attention_mask, position_ids: of padded or packed ids, as `Corpus.from_ids` takes them: each context is read by
-            itself, those of fewer than 8 tokens are left out.
+        attention_mask, position_ids: of padded or packed ids, as `Corpus.from_ids` takes them.
         every: steps between looks; a loop that calls at some steps only has a look as soon as so many have passed.
         spectra_every: looks between those that also read every head's weights, the first included.
         folder: where `heads.jsonl`, `layers.jsonl`, `alarms.jsonl` and `losses.jsonl` go, one row a line, and the
             page that shows them, `watch.html`; None: nowhere.
         limits: the levels of alarm.
-        over_ranks: share the contexts among the processes of `torch.distributed`, and look together. Every process
-            must make the monitor and call it at every step; the batch is that of the first one, which alone writes
-            and warns.
+        over_ranks: share the first process's contexts among all of `torch.distributed`, and look together. Every
+            process must make the monitor and call it at every step; the first alone writes and warns.
 
     Attributes:
         last: the last look, or None.
@@ -109,8 +107,7 @@ class GeometryMonitor:
         `loss`: of this step, for the record, whether or not a look is due. A tensor is waited for on its device: on a
         GPU give it only at the steps at which it is logged anyway.
 
-        Warns (`GeometryWarning`) where a head or a layer collapses, or hidden states are no numbers any more, and
-        (`RecordWarning`) where an earlier record was moved aside, or the record cannot be written any more.
+        Warns (`GeometryWarning`) of what collapses or is no number any more, and (`RecordWarning`) of the record.
 
         Raises:
             UsageError: the step is no whole number, or before that of the last call.

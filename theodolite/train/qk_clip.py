@@ -1,8 +1,4 @@
-"""QK-Clip (Kimi Team 2025, "Kimi K2", section 2.1): after an optimizer step, scale down heads with too large logits.
-
-How large logits are is measured by the monitor or by the caller; which rows of which weights make a head's logits is
-found by `models/weights/weight_map.py`.
-"""
+"""QK-Clip (Kimi Team 2025, "Kimi K2", section 2.1): after an optimizer step, scale down heads with too large logits."""
 
 from __future__ import annotations
 
@@ -50,7 +46,9 @@ class QKClip:
     """
 
     def __init__(self, model: nn.Module | OpenModel, threshold: float = 100.0) -> None:
-        self.threshold = checked_threshold(threshold)
+        if not isinstance(threshold, int | float) or not 0 < threshold < math.inf:
+            raise UsageError(f"threshold is {threshold!r}: give a number above 0")
+        self.threshold = float(threshold)
         source = training_source(model)
         self._model = source.root
         if parallel_group(self._model) is not None:
@@ -74,9 +72,8 @@ class QKClip:
         """Clip the heads whose largest logit exceeds the threshold; returns layer, head, largest_logit, gamma of each.
 
         Args:
-            largest: each head's largest logit (scaled, of the keys that its queries see), or a look of the monitor,
-                `monitor.last`, which tells it. A look clips once, one from a record of before not at all. Where a
-                layer has fewer heads, the rest of its row is not looked at. All processes must give the same.
+            largest: each head's largest logit (scaled, of the keys that its queries see), the same on all processes, or
+                `monitor.last`, a look that tells it: it clips once, one from a record of before not at all.
 
         Raises:
             UsageError: another shape, a logit that is NaN or infinite, or a module that holds the weights was replaced.
@@ -129,7 +126,7 @@ class QKClipCallback(GeometryCallback):
 
     def __init__(self, threshold: float = 100.0, **options: Any) -> None:
         super().__init__(**options)
-        self.threshold = checked_threshold(threshold)
+        self.threshold = threshold
         self.clip: QKClip | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -144,10 +141,3 @@ class QKClipCallback(GeometryCallback):
         clipped = self.clip(self.monitor.last)
         if len(clipped) and state.is_world_process_zero:
             self._log(args, state, control, state.global_step, {f"{FOLDER}/clipped": float(len(clipped))})
-
-
-def checked_threshold(threshold: float) -> float:
-    """Return the threshold; `UsageError` where it is not a number above 0."""
-    if not isinstance(threshold, int | float) or not 0 < threshold < math.inf:
-        raise UsageError(f"threshold is {threshold!r}: give a number above 0")
-    return float(threshold)

@@ -20,20 +20,17 @@ from theodolite.train.geometry import Geometry
 FILES = ("heads", "layers", "alarms", "losses")
 FOLDER = "geometry"  # folder of the record, in a Trainer's `output_dir`
 OF_HEADS = ("entropy_share", "propagation", "sink_first", "sink_later", "largest_logit")
+# Columns that the page draws, and their tables.
 DRAWN = dict.fromkeys(OF_HEADS, "heads") | {"rank_collapse": "layers"}
-"""Columns that the page draws, and their tables."""
-
+# Columns that a resumed monitor judges again or draws.
 NEEDED = {"heads": {*OF_HEADS, "at_distance", "same_token", "sink_learned"}, "layers": {"rank_collapse"}}
-"""Columns that a resumed monitor judges again or draws."""
-
 Row = dict[str, Any]
 
 
 class Record:
     """The tables of all looks, and the losses in between, as lines of JSON in a folder; a NaN is `null`.
 
-    `places`: (layer, head) of each head, (layer, None) of each residual layer. `steps` and `alarms` are of all looks;
-    `losses` the last one of each step. `finished`: the page says that the run has ended, or is not written any more.
+    `finished`: the page says that the run has ended, or is not written any more.
     """
 
     def __init__(self, folder: Path, layers: int, places: Sequence[tuple[int, int]]) -> None:

@@ -1,7 +1,6 @@
 """`watch.html`: the record of a training run as a page that needs no other file, and reloads itself until the end.
 
-Light however many looks there are: lines and maps have few points, where the nearest to an alarm of those that share
-one is shown.
+Lines and maps have few points however many looks there are: of those that share one, the nearest to an alarm is shown.
 """
 
 from __future__ import annotations
