@@ -88,7 +88,7 @@ def test_scores_are_means_over_prompts_of_all_tasks_and_of_each():
     """Oracle: numpy."""
     random = np.random.default_rng(0)
     answers = {task: random.random((40, MOST_SHOTS + 1)) < 0.3 for task in word_tasks()}
-    scores = few_shot_scores("m", answers, (0, 5))
+    scores = few_shot_scores("m", answers, (0, 5), 0, None)
     assert len(scores) == 2 * (1 + len(answers))
     whole = np.mean(list(answers.values()), axis=0)[:, 5]
     assert scores[1].value == pytest.approx(whole.mean())

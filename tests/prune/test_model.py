@@ -396,7 +396,6 @@ BAD = {
         "form": "factored",
     },
     "every matrix gets rank 0": {"sparsity": 0.99, "form": "adapter"},
-    "skip is 'qk': give a list of names": {"skip": "qk"},
     "rank_ratio is [0.25]": {"rank_ratio": [0.25]},
     "batch is 1.5: give a whole number": {"batch": 1.5},
     "damping is 'a': give a number": {"method": "sparsegpt", "damping": "a"},

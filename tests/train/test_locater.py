@@ -137,7 +137,7 @@ def test_strengths_may_be_functions_of_the_step():
         ({"layers": [3]}, "layer 3 does not exist or does not attend: choose of "),
         ({"layers": [1, 1]}, "each once"),
         ({"layers": []}, "one layer or more"),
-        ({"layers": [0.5]}, r"layers\[0\] is 0\.5: give a whole number"),
+        ({"layers": [0.5]}, r"layer 0\.5 does not exist"),
         ({"scale": float("nan")}, "scale is nan"),
         ({"scale": "a"}, "scale is 'a': give a number of 0 or more"),
         ({"mean": 1j}, "mean is 1j: give a number"),

@@ -89,19 +89,15 @@ class Questions:
             prompts_for(model, self.prompts, self.seed, max(self.shots)).asked_of(model, self.batch)
 
 
+# What begins as the tokenizer begins a text, and how that is said where it puts special tokens there.
 BEGINNINGS = {"windows": ", each after {}", "text": ", {} before the text alone", "none": ", without {}"}
-"""What begins as the tokenizer begins a text, and how that is said of a tokenizer that puts special tokens there."""
 
 
 @measures("model")
 def evaluate(
     model: OpenModel, corpus: Corpus | None, questions: Questions, evaluation: Evaluation, bars: Bars
 ) -> list[Score]:
-    """Measure all scores of one model but those already in the file. A bar may raise to stop.
-
-    Raises:
-        UsageError, WorkError: as `perplexity`, `few_shot_answers` and `harness`.
-    """
+    """Measure all scores of one model but those already in the file; errors are those of each measurement."""
     seed, batch, folder = questions.seed, questions.batch, questions.folder
     of_model = {**fingerprint_of(model), "batch": batch}
     scores: list[Score] = []
@@ -121,7 +117,7 @@ def evaluate(
 
         def scores_in(state: Tensors, _: Notes) -> list[Score]:
             answers = by_task(state["right"].numpy(), questions.prompts)
-            return few_shot_scores(model.id, answers, range(most + 1), seed=seed, batch=batch)
+            return few_shot_scores(model.id, answers, range(most + 1), seed, batch)
 
         def ask() -> Steps:
             return prompts_for(model, **asked).asked_of(model, batch)

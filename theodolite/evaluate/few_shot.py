@@ -153,12 +153,7 @@ def prompts_for(model: OpenModel, prompts: int, seed: int, shots: int = MOST_SHO
 
 
 def few_shot_scores(
-    name: str,
-    answers: dict[str, np.ndarray],
-    shots: Sequence[int],
-    *,
-    seed: int = 0,
-    batch: int | None = None,
+    name: str, answers: dict[str, np.ndarray], shots: Sequence[int], seed: int, batch: int | None
 ) -> list[Score]:
     """Score the accuracy of the model `name` by number of examples: of all tasks, then of each."""
     whole = {NAME: np.mean(list(answers.values()), axis=0)}

@@ -180,7 +180,7 @@ def _windows(
     window = window_length(model, length)
     check_whole(stride=stride, length=window)
     check_length(window)
-    if not isinstance(corpus, Corpus) or len(corpus.contexts) != 1 or corpus.images is not None:
+    if len(corpus.contexts) != 1 or corpus.images is not None:
         raise UsageError("strided windows are of one stream: give a corpus of one context (make_stream)")
     stream = corpus.contexts[0]
     if not 1 <= stride <= window:

@@ -1,7 +1,6 @@
 """A pruned model on disk: its record, the unfinished work from which a pruning resumes, and the checkpoint.
 
-While unfinished, `OUT.partial` holds a file per finished block. The finished `OUT` is a checkpoint with `pruning.json`
-and `pruning.parquet` next to the weights, in one of three forms:
+The finished `OUT` is a checkpoint with `pruning.json` and `pruning.parquet` next to the weights, in one of three forms:
 
     merged      dense matrices that `transformers` opens; the low-rank parts are also in `low_rank/`
     factored    the format of `models/stored/factored.py`

@@ -161,8 +161,7 @@ def sparsegpt(
     """Remove entries input by input, updating the later inputs after each, by the optimal brain surgeon.
 
     Frantar & Alistarh 2023, algorithm 1, which carries what was removed forward through the Cholesky factor U of the
-    inverse, H⁻¹ = Uᵀ U. Here U = R⁻¹ is never formed: with Δ = Ŵ − W of the inputs done so far, what minimises the
-    error over the others moves the next block by −Δ R_before R_block⁻¹: only diagonal blocks are inverted.
+    inverse, H⁻¹ = Uᵀ U. Here U = R⁻¹ is never formed: only its diagonal blocks are inverted.
 
     Args:
         weight: (outputs, inputs).
@@ -188,6 +187,7 @@ def sparsegpt(
     # Weights, and of inputs that are done what was added to them. Transposed: an input's weights to all outputs, read
     # and written together, are contiguous.
     change = torch.where(factor.dead, 0, weight.to(precision)).T.contiguous()
+    # With Δ the change so far, what minimises the error moves the next block by −Δ R_before R_block⁻¹.
     for start in range(0, len(change), block):
         now = slice(start, min(start + block, len(change)))
         diagonal = factor.upper[now, now]
@@ -235,11 +235,6 @@ class Pattern:
     def __str__(self) -> str:
         return f"{self.kept}:{self.of}"
 
-    @property
-    def density(self) -> float:
-        """Share of entries kept."""
-        return self.kept / self.of
-
     def largest(self, scores: Float[Tensor, "rows columns"]) -> Bool[Tensor, "rows columns"]:
         """Mark the `kept` largest of each group; of ties the last are kept."""
         groups = scores.reshape(-1, self.of).T.contiguous()
@@ -273,7 +268,7 @@ def share_removed(sparsity: float | None, pattern: str | None, inputs: int) -> t
     n_of_m = pattern_of(pattern, inputs)
     if n_of_m is None:
         return check_sparsity(sparsity), None
-    fixed = 1 - n_of_m.density
+    fixed = 1 - n_of_m.kept / n_of_m.of
     if sparsity is not None and abs(check_sparsity(sparsity) - fixed) > AGREEMENT:
         raise UsageError(
             f"pattern {n_of_m} removes {fixed:.4g} of the entries, not {sparsity:g}: pass sparsity {fixed:.4g} or None"

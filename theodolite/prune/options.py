@@ -63,8 +63,6 @@ class PruningOptions:
                 raise UsageError(f"{self.method} has no low-rank part that an adapter could hold: use oats")
             if find_spec("peft") is None:
                 raise UsageError("adapters are PEFT's: pip install peft, or choose another --format")
-        if isinstance(self.skip, str):
-            raise UsageError(f"skip is {self.skip!r}: give a list of names")
         shares = self.sparsity if isinstance(self.sparsity, Sequence) else [self.sparsity]
         for share in shares:
             if share is not None and not callable(share):

@@ -165,7 +165,7 @@ def rank_and_entries(
     check_ratio(rank_ratio)
     most = math.inf
     if pattern is not None and rank_ratio < 1:
-        most = pattern.density / (1 - rank_ratio)
+        most = pattern.kept / pattern.of / (1 - rank_ratio)
     if sparsity is None and pattern is not None and most >= 1:
         raise UsageError(f"pattern {pattern} with rank_ratio {rank_ratio:g} fixes no sparsity: pass one")
     density = most if sparsity is None and pattern is not None else 1 - check_sparsity(sparsity)
@@ -187,7 +187,7 @@ def _mark_kept(
     torch.abs(residual, out=scores)
     if budget.pattern:
         scores.mul_(budget.pattern.largest(scores))
-    if budget.pattern and budget.entries >= budget.pattern.density * residual.shape[1]:
+    if budget.pattern and budget.entries * budget.pattern.of >= budget.pattern.kept * residual.shape[1]:
         torch.gt(scores, 0, out=mask)
     else:
         search.mark(scores, mask)

@@ -14,7 +14,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from theodolite.models.training.shards import is_of_deepspeed
 from theodolite.models.training.training_model import unwrap
-from theodolite.train.alarms import Limits, alarm_lines
+from theodolite.train.alarms import alarm_lines
 from theodolite.train.geometry import Ranks
 from theodolite.train.locater import Locater, Strength
 from theodolite.train.monitor import GeometryMonitor, monitor_batch
@@ -67,7 +67,7 @@ class GeometryCallback(TrackedCallback):
     Args:
         ids: the monitor batch, token ids (contexts, positions); None: the first long enough rows of the training data,
             8 × 128 tokens.
-        every, spectra_every, limits, attention_mask, position_ids: as in `GeometryMonitor`.
+        options: every, spectra_every, limits, attention_mask, position_ids, as in `GeometryMonitor`.
 
     Attributes:
         monitor: the `GeometryMonitor` of the training run under way, or of the last one.
@@ -76,20 +76,9 @@ class GeometryCallback(TrackedCallback):
         UsageError: as `GeometryMonitor` and `monitor_batch` do.
     """
 
-    def __init__(
-        self,
-        ids: Int[Tensor, "contexts positions"] | None = None,
-        every: int = 100,
-        *,
-        spectra_every: int = 5,
-        limits: Limits | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-    ) -> None:
+    def __init__(self, ids: Int[Tensor, "contexts positions"] | None = None, **options: Any) -> None:
         self.monitor: GeometryMonitor | None = None
-        self._ids = ids
-        self._options: dict[str, Any] = {"every": every, "spectra_every": spectra_every, "limits": limits}
-        self._options |= {"attention_mask": attention_mask, "position_ids": position_ids}
+        self._ids, self._options = ids, options
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Find model and monitor batch. Every process checks that the model can be monitored."""
@@ -101,13 +90,8 @@ class GeometryCallback(TrackedCallback):
         ids, data = self._ids, getattr(kwargs.get("train_dataloader"), "dataset", None)
         if ids is None:
             ids = ranks.from_first(lambda: monitor_batch(data))
-        self.monitor = GeometryMonitor(
-            model,
-            ids,
-            folder=Path(args.output_dir or ".") / FOLDER,
-            over_ranks=ranks.world > 1,
-            **self._options,
-        )
+        folder = Path(args.output_dir or ".") / FOLDER
+        self.monitor = GeometryMonitor(model, ids, folder=folder, over_ranks=ranks.world > 1, **self._options)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Measure before the first step."""

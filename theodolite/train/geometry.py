@@ -48,7 +48,7 @@ RESIDUAL = (
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of one training run. All of them must call every method but `share`."""
+    """The processes of one training run. All of them must call every method."""
 
     rank: int = 0
     world: int = 1
@@ -70,10 +70,6 @@ class Ranks:
     def first(self) -> bool:
         """True for the process that writes and speaks."""
         return self.rank == 0
-
-    def share(self, ids: Int[Tensor, "contexts positions"]) -> Int[Tensor, "own positions"]:
-        """Return the contexts that this process reads; none, where there are fewer contexts than teams of processes."""
-        return ids[self.team :: self.teams]
 
     def totals(self, values: dict[str, Tensor], maxima: frozenset[str] = frozenset()) -> dict[str, Tensor]:
         """Sum every tensor over the processes, or take its maximum, in float64 on the CPU."""
@@ -151,7 +147,7 @@ class GeometryReader:
             self._batches: list[tuple[Tokens, bool]] = []  # and whether it counts here
             for contexts in corpus.batches(len(corpus.contexts)):
                 batch = corpus.ids(contexts)
-                own = self.ranks.share(batch)
+                own = batch[self.ranks.team :: self.ranks.teams]
                 # Those without a context of their own read another's, for the shapes.
                 tokens = Tokens.of(own if len(own) else batch[:1], self.model.device)
                 self._batches.append((tokens, len(own) > 0 and self.ranks.leads))

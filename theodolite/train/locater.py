@@ -26,7 +26,6 @@ from theodolite.models.training import shards
 from theodolite.models.training.shards import GatheredParameters, GradientShard
 from theodolite.models.training.training_model import evaluation_mode, training_source
 from theodolite.models.weights.weight_map import LogitRows, Projection, Projections, find_projections
-from theodolite.system.choices import check_whole
 from theodolite.theory.checks import check_real
 
 Gradient = Literal["exact", "published"]
@@ -366,7 +365,6 @@ def _selected(layers: Iterable[int] | None, structure: Structure) -> list[int]:
     """Return the layers asked for, or all that attend; of those that share their matrices (ALBERT), the first."""
     first = {structure.attention_at(layer): layer for layer in reversed(structure.attending)}
     selected = sorted(first.values()) if layers is None else list(layers)
-    check_whole(**{f"layers[{place}]": layer for place, layer in enumerate(selected)})
     if not selected or len(set(selected)) < len(selected):
         raise UsageError(f"layers is {selected}: name one layer or more, each once")
     for layer in selected:
