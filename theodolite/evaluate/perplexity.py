@@ -80,9 +80,9 @@ def perplexity(
     batch: int | None = None,
     show_progress: ShowProgress = lambda done, total: None,
 ) -> Perplexity:
-    """Compute loss and perplexity on a corpus; tokens have equal weight, and the first of a context is not predicted.
+    """Compute loss and perplexity on a corpus; tokens have equal weight.
 
-    Nor are special tokens that the tokenizer puts around every context.
+    The first token of a context is not predicted, nor are special tokens that the tokenizer puts around every context.
 
     With a stride, the corpus is one stream of tokens (`make_stream`), read in windows of `length` tokens that begin
     `stride` tokens apart; of each window only the tokens count that no earlier one had. Each window begins as the

@@ -58,14 +58,13 @@ class Evaluation:
         try:
             read = files.read_json_checked(out)
             if read["schema_version"] != SCHEMA_VERSION:
-                raise ValueError
+                raise ValueError("of another version")
             for row in read["measured"]:
                 scores = [score_of_json(score) for score in row["scores"]]
                 self._measured[files.json_digest(row["key"])] = row["key"], scores
         except (files.CorruptFile, ValueError, KeyError, TypeError, AttributeError) as error:
-            why = f" ({error})" if isinstance(error, files.CorruptFile) else ""
             raise UsageError(
-                f"{out} is not an evaluation file{why}: choose another --out or remove it"
+                f"{out} is not an evaluation file ({error}): choose another --out or remove it"
             ) from error
 
     def scores(

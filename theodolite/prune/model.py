@@ -201,18 +201,18 @@ class _Pruning:
     def _settings(self) -> dict[str, Any]:
         """Describe what decides the result, as plain values."""
         options = self.options
-        of_oats = options.method == "oats"
-        others = {
-            "rank_ratio": _plain(self.rank_ratio) if of_oats else None,
-            "iterations": options.iterations if of_oats else None,
-            "seed": options.seed if of_oats else None,
-            "damping": options.moments_damping,
-            "exact": options.exact or None,
-            "products": "bfloat16" if self.rounded else None,
-            "skip": sorted(set(options.skip)) or None,
-        }
-        settings = {"method": options.method, "sparsity": _plain(self.sparsity), "pattern": options.pattern}
-        return settings | {name: value for name, value in others.items() if value is not None}
+        settings: dict[str, Any] = {"method": options.method, "sparsity": _plain(self.sparsity)}
+        settings["pattern"] = options.pattern
+        if options.method == "oats":
+            settings |= {"rank_ratio": _plain(self.rank_ratio), "iterations": options.iterations}
+            settings["seed"] = options.seed
+        if options.moments_damping is not None:
+            settings["damping"] = options.moments_damping
+        if options.exact:
+            settings["exact"] = True
+        if self.rounded:
+            settings["products"] = "bfloat16"
+        return settings | ({"skip": sorted(set(options.skip))} if options.skip else {})
 
     def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
         """Prune every unfinished block, and write the result of every block into the model."""

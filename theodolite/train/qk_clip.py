@@ -109,10 +109,9 @@ class QKClip:
         if logits.shape != shape:
             raise UsageError(f"largest logits of shape {tuple(logits.shape)}: give {shape}, (layers, heads)")
         for layer, heads in enumerate(self._heads_of):
-            if not bool(logits[layer, :heads].isfinite().all()):
+            if not logits[layer, :heads].isfinite().all():
                 raise UsageError(
-                    f"largest logits of layer {layer} are {logits[layer, :heads].tolist()}: clip by numbers, or go "
-                    "back to a checkpoint"
+                    f"largest logits of layer {layer} are NaN or infinite: go back to a checkpoint"
                 )
         return logits
 
