@@ -43,7 +43,7 @@ class Score:
     system: str = ""  # the text of the system's turn
 
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class Evaluation:

@@ -143,10 +143,7 @@ def check_shares(sparsity: Sparsity, blocks: int) -> None:
 
 
 class _Pruning:
-    """A pruning of a model, every argument checked before anything is pruned.
-
-    `sparsity` and `rank_ratio` are by block and key; `fingerprint` is everything that decides the result.
-    """
+    """A pruning of a model, every argument checked before anything is pruned."""
 
     def __init__(
         self, model: OpenModel, corpus: Corpus, options: PruningOptions, show_progress: ShowProgress
@@ -393,9 +390,8 @@ def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:
 class BlockByBlock:
     """The calibration contexts on their way through the blocks, batch by batch.
 
-    The blocks of the model may be changed between calls. `WorkError` where they cannot be run one by one. `between` is
-    called after every batch, and may raise to stop; `folder`: of files without a name, for hidden states, which memory
-    holds as far as it can; `rounded`: take the products in bfloat16.
+    The blocks may be changed between calls; `WorkError` where they cannot be run one by one. `between` is called after
+    every batch, and may raise to stop; `folder`: as of `Sweep`; `rounded`: take the products in bfloat16.
     """
 
     def __init__(

@@ -69,11 +69,8 @@ class GeometryCallback(TrackedCallback):
             8 × 128 tokens.
         options: every, spectra_every, limits, attention_mask, position_ids, as in `GeometryMonitor`.
 
-    Attributes:
-        monitor: the `GeometryMonitor` of the training run under way, or of the last one.
-
-    Raises, when training begins:
-        UsageError: as `GeometryMonitor` and `monitor_batch` do.
+    `monitor` is the `GeometryMonitor` of the training run under way, or of the last one. Errors, when training begins,
+    are its own and those of `monitor_batch`.
     """
 
     def __init__(self, ids: Int[Tensor, "contexts positions"] | None = None, **options: Any) -> None:
@@ -134,11 +131,8 @@ class LocaterCallback(TrackedCallback):
     theirs. So it counts once a step, and is clipped and scaled (float16) together with the loss's gradient. The loss
     that is logged stays that of the task; the penalty is logged beside it as `locater`.
 
-    Arguments as in `Locater`; a function κ gets `state.global_step`. `locater` holds the penalty from the
-    beginning of training on.
-
-    Raises, when training begins:
-        UsageError: as `Locater` does.
+    Arguments and, when training begins, errors are those of `Locater`; a function κ gets `state.global_step`.
+    `locater` holds the penalty from the beginning of training on.
     """
 
     def __init__(self, scale: Strength, mean: Strength, *, layers: Iterable[int] | None = None) -> None:

@@ -191,7 +191,7 @@ class Locater:
 
         Raises:
             UsageError: a strength is a function and no step was given, or it gives a negative or no number; a module
-                that holds the weights was replaced, or all are frozen; DeepSpeed leaves `add_gradient` alone.
+                that holds the weights was replaced, or all are frozen; DeepSpeed allows only `add_gradient`.
         """
         strengths = self._strengths_at(step)
         if not self._together and all(p.dtype in (torch.float32, torch.float64) for p in self.parameters):

@@ -1,7 +1,4 @@
-"""`watch.html`: the record of a training run as a page that needs no other file, and reloads itself until the end.
-
-Lines and maps have few points however many looks there are: of those that share one, the nearest to an alarm is shown.
-"""
+"""`watch.html`: the record of a training run as a page that needs no other file, and reloads itself until the end."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from theodolite.train.record import DRAWN, FOLDER, OF_HEADS, Record
 PAGE = "watch.html"
 RELOAD = 30  # seconds after which an open page reads itself again
 LISTED = 200  # alarms in the list, at most: the newest
-POINTS = 500  # of a line, at most
+POINTS = 500  # of a line, at most: of looks that share one, the nearest to an alarm is shown
 CELLS = 50_000  # of a map, at most
 
 
