@@ -36,7 +36,6 @@ def _tapped_attention(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
-    sliding_window: int | None = None,
     indices: Tensor | None = None,
     block_indices: Tensor | None = None,
     **_: Any,
@@ -64,7 +63,7 @@ def _tapped_attention(
     )
     if indices is not None:
         inputs = _to_chosen_keys(inputs, indices)
-    return answered(module, inputs, sliding_window), None
+    return answered(module, inputs), None
 
 
 def _to_chosen_keys(inputs: AttentionInputs, indices: Tensor) -> AttentionInputs:
