@@ -164,7 +164,7 @@ def test_only_the_queries_asked_for_lose_the_tag(opened):
 @contextmanager
 def _eager_with_hidden_keys(model, heads: list[int], hidden: torch.Tensor):
     """Oracle: transformers' eager attention with an additive mask a head, −∞ (its lowest) where a key is hidden,
-    but for queries that would see none."""
+    but for queries that would see none and have no learned sink column."""
 
     def hide(module, args, kwargs):
         stream = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -174,7 +174,7 @@ def _eager_with_hidden_keys(model, heads: list[int], hidden: torch.Tensor):
         mask = torch.zeros(1, 1, length, length) if mask is None else mask
         mask = mask.expand(contexts, 1, length, length).repeat(1, HEADS, 1, 1)
         shown = mask.masked_fill(hidden[:, None, None, :], lowest)
-        blind = (shown == lowest).all(-1, keepdim=True)
+        blind = (shown == lowest).all(-1, keepdim=True) & (not hasattr(module, "sinks"))
         mask[:, heads] = torch.where(blind, mask, shown)[:, heads]
         return args[:1], kwargs | {"attention_mask": mask}  # ViT hands the mask over as its second argument
 
