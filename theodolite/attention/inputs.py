@@ -300,8 +300,4 @@ def mask_keys(
     bias = torch.zeros(len(masked), all_heads, 1, masked.shape[1], dtype=dtype, device=masked.device)
     bias[:, heads] = masked[:, None, None].to(dtype) * -below.to(dtype)
     bias = bias if inputs.bias is None else bias + inputs.bias
-    mask = inputs.mask
-    if mask is not None:  # mask and bias differ between contexts, or neither does
-        contexts = max(len(mask), len(bias))
-        mask, bias = (each.expand(contexts, -1, -1, -1) for each in (mask, bias))
-    return replace(inputs, mask=mask, bias=bias, sink=sink)
+    return replace(inputs, bias=bias, sink=sink)

@@ -98,7 +98,7 @@ def continued(
 
     A context is read as one text, not cut where it ends a sequence. `selection` then says from which position on the
     tokens are the model's (`written_from`). Attention as the model wrote is that which a pass over the corpus reads:
-    the first context's logits are compared.
+    the logits of a context in each batch are compared.
 
     Args:
         batch: contexts at a time; None: 4096 tokens' worth.
@@ -106,7 +106,7 @@ def continued(
 
     Raises:
         UsageError: the model predicts no next token, has no positions for so many, or contexts have several lengths.
-        WorkError: it writes the first context by other logits than it has of the finished text.
+        WorkError: it writes by other logits than it has of the finished text.
     """
     model.check_writes(corpus.contexts.shape[1], count)
     if not corpus.text_alone:
@@ -119,7 +119,7 @@ def continued(
     rows: list[Tensor] = []
     show_progress(0, len(corpus.contexts))
     for part in corpus.contexts.split(batch):
-        rows += decode_greedily(model.source, part, count, verify=not rows)
+        rows += decode_greedily(model.source, part, count)
         show_progress(len(rows), len(corpus.contexts))
     selection = corpus.selection | {"written_from": length}
     return replace(corpus, contexts=torch.stack(rows), selection=selection, text_bytes=None)
