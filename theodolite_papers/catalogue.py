@@ -19,7 +19,7 @@ from theodolite.system.wording import nearest, reading_order
 
 if TYPE_CHECKING:
     from theodolite import Corpus, OpenModel, Run
-    from theodolite.models.prompts import Focus
+    from theodolite.models.texts import Focus
     from theodolite.report.outcome import Outcome
     from theodolite_papers.experiment import Experiment
 

@@ -20,7 +20,7 @@ from theodolite.corpus.groups import halves
 from theodolite.errors import UsageError
 from theodolite.estimates import SIGMAS, Estimate, Estimates
 from theodolite.judging import Answer, Criterion, Verdict, contexts_needed, independent, judge, untestable
-from theodolite.models.prompts import Focus
+from theodolite.models.texts import Focus
 from theodolite.passes.run import SCHEMA_VERSION, describe_model, versions
 from theodolite.report.data import array
 from theodolite.report.exhibit import Choice

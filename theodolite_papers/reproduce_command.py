@@ -26,7 +26,7 @@ from theodolite_papers import catalogue
 from theodolite_papers.catalogue import aliases, declarations
 
 if TYPE_CHECKING:
-    from theodolite.models.prompts import Focus
+    from theodolite.models.texts import Focus
     from theodolite.system.progress import ShowStage
     from theodolite_papers.experiment import Experiment, Study
 
@@ -94,7 +94,7 @@ def reproduce_command(
         if name is None:
             print(json_text(list_as_json())) if as_json else _list_experiments(Console())
             return
-        from theodolite.models.prompts import Focus
+        from theodolite.models.texts import Focus
 
         experiments, focus = catalogue.find(name), Focus(prompt, layer, head)
         options = {"other": other, "prompt": prompt, "layer": layer, "head": head}

@@ -25,7 +25,7 @@ from theodolite.explore.subject import (
     prompt_ids,
 )
 from theodolite.models import open_model
-from theodolite.models.prompts import shipped_prompt
+from theodolite.models.texts import shipped_prompt
 from theodolite.sinks.prompt import Sink
 
 

@@ -13,8 +13,7 @@ from tests import checkpoints
 from tests.passes.test_end_tokens import word_piece
 from theodolite import open_model
 from theodolite.errors import UsageError
-from theodolite.models.prompts import prompt_ids, prompt_or_shipped, shipped_prompt
-from theodolite.models.token_texts import token_texts
+from theodolite.models.texts import prompt_ids, prompt_or_shipped, shipped_prompt, token_texts
 
 
 def test_parts_of_a_character_are_shown_as_the_vocabulary_has_them():

@@ -180,14 +180,8 @@ def last_query(inputs: AttentionInputs, trailing: int = 0) -> tuple[Bool[Tensor,
     """Mark the keys that the last query before `trailing` special tokens sees, and those that propagate to it."""
     last = inputs.query.shape[2] - 1 - trailing
     logits = inputs.of_queries(slice(last, last + 1)).logits()[:, :, 0]
-    visible, propagates = logits > MASKED / 2, torch.zeros_like(logits, dtype=torch.bool)
-    if bool((visible == visible[:1, :1]).all()):  # as without padding
-        propagates[..., visible[0, 0]] = empirical_propagation(logits[..., visible[0, 0]])
-        return visible, propagates
-    of_rows = (each.flatten(0, 1) for each in (propagates, logits, visible))
-    for row_propagates, row, keys in zip(*of_rows, strict=True):
-        row_propagates[keys] = empirical_propagation(row[keys])
-    return visible, propagates
+    visible = logits > MASKED / 2
+    return visible, empirical_propagation(logits, visible)
 
 
 def weights_at(

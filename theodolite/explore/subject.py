@@ -26,8 +26,7 @@ from theodolite.measure.constituents import Constituents
 from theodolite.measure.heads import head_columns, heads_that_are
 from theodolite.models import OpenModel
 from theodolite.models.guard import guarded, known_state
-from theodolite.models.prompts import shipped_prompt
-from theodolite.models.token_texts import token_text
+from theodolite.models.texts import shipped_prompt, token_text
 from theodolite.passes.run import Run
 from theodolite.sinks.interventions import attention_knockout, head_knockout
 from theodolite.sinks.prompt import LEFT_OUT, HeadView, PromptPass, head_view, read_prompt

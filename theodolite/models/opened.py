@@ -22,7 +22,7 @@ from theodolite.models.stored.checkpoint_tensors import StreamedBlocks
 from theodolite.models.stored.dequantised import dequantised, quantised_layers
 from theodolite.models.stored.weights_checksum import Weights, weights_checksum, weights_sha256
 from theodolite.models.structure import NoAttention, Structure, first_output
-from theodolite.models.structure_search import attention_kind, positions_of, recorded_inputs
+from theodolite.models.structure_search import positions_of, recorded_inputs
 from theodolite.models.weights.head_weights import (
     HeadWeights,
     read_head_weights,
@@ -85,8 +85,8 @@ class OpenModel:
                 f"{source.family} has more or fewer queries than keys (memory keys, a cache, another stream): only "
                 "attention among the tokens of a context is read"
             )
-        causal, bias = attention_kind(inputs)
-        positions = positions_of(source, calls[structure.attending[0]], bias)
+        causal = all(of.causal if of.mask is None else not bool(of.mask.triu(1).any()) for of in inputs)
+        positions = positions_of(source, calls[structure.attending[0]], inputs[0].bias)
         named = rest.get("sha256") or rest.get("revision")
         rest["_checksum"] = weights_checksum(source.root) if named else None
         return cls(
@@ -238,7 +238,7 @@ class OpenModel:
         self.check_tokens(contexts)
         if generate:
             self.check_writes(contexts.shape[1], generate)
-            contexts = decode_greedily(self.source, contexts, generate, verify=True)
+            contexts = decode_greedily(self.source, contexts, generate)
         elif not self.has_positions(contexts.shape[1]):
             raise UsageError(
                 f"contexts of {contexts.shape[1]} tokens are longer than the {self.longest} of {self.id}"

@@ -362,15 +362,7 @@ def largest_logit(inputs: AttentionInputs) -> float:
     return abs(inputs.scaling) * float(norms[0].max()) * float(norms[1].max())
 
 
-def attention_kind(inputs: Sequence[AttentionInputs]) -> tuple[bool, str]:
-    """Tell whether a query is kept from later keys in every layer, and what is added to the logits."""
-    causal = all(i.causal if i.mask is None else not bool(i.mask.triu(1).any()) for i in inputs)
-    # ALiBi is one number a key (its differences are the slopes); other biases differ from query to query.
-    bias = inputs[0].bias
-    return causal, "none" if bias is None else "alibi" if bias.shape[2] == 1 else "relative bias"
-
-
-def positions_of(source: Source, call: Call, bias: str) -> str:
+def positions_of(source: Source, call: Call, bias: Tensor | None) -> str:
     """Tell how a model of `transformers` encodes positions: "rotary", "alibi", "relative bias", "learned" or "other".
 
     By a call of its attention, what is added to its logits and its names; of a module of one's own "unknown".
@@ -379,8 +371,9 @@ def positions_of(source: Source, call: Call, bias: str) -> str:
         return "unknown"
     if call.kwargs.get("position_embeddings") is not None:
         return "rotary"
-    if bias != "none":
-        return bias
+    if bias is not None:
+        # ALiBi is one number a key (its differences are the slopes); other biases differ from query to query.
+        return "alibi" if bias.shape[2] == 1 else "relative bias"
     modules = [name.rpartition(".")[2] for name, _ in source.root.named_modules()]
     learned = any("pos" in name or name.endswith("wpe") for name in modules)
     learned = learned or any("position_embed" in name for name, _ in source.root.named_parameters())

@@ -29,7 +29,7 @@ from theodolite.logits.shares import SharesPass, sample_of
 from theodolite.measure.extra import Extra, check_extra
 from theodolite.models import OpenModel, open_model
 from theodolite.models.guard import measures
-from theodolite.models.token_texts import text_of_tokens
+from theodolite.models.texts import text_of_tokens
 from theodolite.models.weights.head_weights import NO_MATRIX, no_head_matrix
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of_tables
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, finished_run, run_into

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from theodolite.attention.inputs import AttentionInputs, mask_keys, restore_blind_queries
+from theodolite.attention.inputs import AttentionInputs, mask_keys
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel
 from theodolite.models.calls import capture_calls
@@ -136,9 +136,9 @@ def attention_knockout(
     """Keep the queries of a head from attending to some keys, while open. Memory grows linearly with the keys.
 
     The keys' weights are exactly 0, the others' add up to 1. A query that sees no other key (position 0 sees itself
-    only) keeps the output that it had. A tap opened inside gets the changed inputs. Positions count from the first
-    token of a padded row. Give keys to mask at once: of two of these nested in one head, a query that both together
-    leave no key looks at those of the outer one.
+    only) keeps its weights, up to the rounding of logits; a learned sink column that is not masked it pays all. A tap
+    opened inside gets the changed inputs. Positions count from the first token of a padded row. Give keys to mask at
+    once: of two of these nested in one head, a query that both together leave no key looks at those that one masks.
 
     Args:
         head: query head, or None for all heads of the layer.
@@ -150,20 +150,27 @@ def attention_knockout(
             have, no sink column, or a sliding window's cache, which drops keys (`generate` with use_cache=False).
     """
     model.check_place(layer, 0 if head is None else head)
+    attention = model.attention_alone(layer)
     heads = list(range(model.heads_of[layer])) if head is None else [head]
+    window = getattr(attention, "sliding_window", None)
     with guarded(model.root):
         chosen = _PositionFlags(positions, "key", may_be_none=sink_column)
 
     def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
         if sink_column and inputs.sink is None:
             raise UsageError(f"layer {layer} has no learned sink column to mask")
-        masked = chosen.of(inputs.query.shape[0], inputs.key.shape[2]).to(inputs.key.device)
-        output = answer(mask_keys(inputs, masked, heads, sink_column))
-        return restore_blind_queries(inputs, masked, heads, output)
+        contexts, queries, keys = inputs.query.shape[0], inputs.query.shape[2], inputs.key.shape[2]
+        if window is not None and queries < keys and keys >= window:
+            raise UsageError(
+                f"the cache of this layer keeps the last {window} keys only, so that positions cannot be told any "
+                "more; call generate with use_cache=False"
+            )
+        masked = chosen.of(contexts, keys).to(inputs.key.device)
+        return answer(mask_keys(inputs, masked, heads, sink_column))
 
     place = {"layer": layer, "head": head, "positions": positions, "sink_column": sink_column}
-    masking = intervened(model.root, model.attention_alone(layer), intervene, of_inputs=True)
-    with model.intervention(described("attention_knockout", **place), masking):
+    name = described("attention_knockout", **place)
+    with model.intervention(name, intervened(model.root, attention, intervene)):
         yield
 
 

@@ -25,7 +25,7 @@ from theodolite.errors import UsageError
 from theodolite.jobs.job import Stage, States, Steps, run_stages
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.token_texts import text_of_tokens
+from theodolite.models.texts import text_of_tokens
 from theodolite.passes.corpus_pass import CorpusPass, batch_of, check_fit, refuse_nonfinite_stream
 from theodolite.system.progress import ShowStage
 from theodolite.theory.outliers import (

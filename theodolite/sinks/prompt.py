@@ -16,7 +16,7 @@ from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.models import OpenModel
 from theodolite.models.guard import known_state, measures
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.models.token_texts import token_texts
+from theodolite.models.texts import token_texts
 from theodolite.passes.corpus_pass import refuse_nonfinite_stream
 
 UNCAUGHT = -1

@@ -25,7 +25,7 @@ from theodolite.jobs.job import Rows, Stage, States
 from theodolite.measure.tags import layers_with_sinks, traced_heads, traces, written
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
-from theodolite.models.token_texts import text_of_tokens
+from theodolite.models.texts import text_of_tokens
 from theodolite.passes.corpus_pass import (
     Accumulator,
     CorpusPass,

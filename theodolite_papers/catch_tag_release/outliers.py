@@ -19,7 +19,7 @@ from theodolite.jobs.job import Stage, run_stages
 from theodolite.measure.heads import sinks_table
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.models.token_texts import text_of_tokens
+from theodolite.models.texts import text_of_tokens
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.passes.survey_pass import HeadsPass
 from theodolite.report import style

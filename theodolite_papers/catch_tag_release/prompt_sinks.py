@@ -15,8 +15,7 @@ from torch import Tensor
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.estimates import Estimate
 from theodolite.judging import FAILS, HOLDS, Verdict, unless_explained, untestable
-from theodolite.models.prompts import prompt_or_shipped
-from theodolite.models.token_texts import token_texts
+from theodolite.models.texts import prompt_or_shipped, token_texts
 from theodolite.report.data import evenly
 from theodolite.report.drawing import prompt as drawing
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT

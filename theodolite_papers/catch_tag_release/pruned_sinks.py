@@ -24,8 +24,7 @@ from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
 from theodolite.judging import FAILS, all_of, mix_of
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.models.prompts import prompt_or_shipped
-from theodolite.models.token_texts import token_texts
+from theodolite.models.texts import prompt_or_shipped, token_texts
 from theodolite.passes.corpus_pass import batch_of, next_token_losses
 from theodolite.prune.checkpoint import Pruned
 from theodolite.prune.model import prune_model

@@ -36,8 +36,7 @@ from theodolite.measure.constituents import (
 )
 from theodolite.measure.head_roles import ATTENTION_PATTERNS, STRONG
 from theodolite.measure.position import CUTOFFS
-from theodolite.models.prompts import REPEATED, prompt_ids
-from theodolite.models.token_texts import token_texts
+from theodolite.models.texts import REPEATED, prompt_ids, token_texts
 from theodolite.models.weights.head_weights import HeadWeights, no_head_matrix
 from theodolite.report import style
 from theodolite.report.data import attributed, blocks, evenly, heads_per_block, provenance

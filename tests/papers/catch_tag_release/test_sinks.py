@@ -12,7 +12,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.judging import Verdict
 from theodolite.models import open_model
-from theodolite.models.prompts import Focus
+from theodolite.models.texts import Focus
 from theodolite.passes.survey import spectra
 from theodolite.report.outcome import render
 from theodolite_papers.catch_tag_release.tag_ablation import (

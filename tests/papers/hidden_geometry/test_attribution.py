@@ -20,7 +20,7 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.logits.constituents import constituents
 from theodolite.measure.attribution import ATTRIBUTED
-from theodolite.models.prompts import Focus
+from theodolite.models.texts import Focus
 from theodolite.passes.survey import survey
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers import EXPERIMENTS, Study, reproduce

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.errors import UsageError
 from theodolite.models.guard import without_autocast
 from theodolite.models.one_row import in_one_row, joined_in_row, split_by_context
 
@@ -34,20 +33,13 @@ class OpenTap:
     tap: Tap
 
 
-@dataclass(frozen=True, eq=False)
-class OpenIntervention:
-    """An intervention in the attention `module` of a model with these modules, while it is open."""
-
-    modules: frozenset[nn.Module]
-    module: nn.Module
-    intervene: Intervention
-    of_inputs: bool
-
+Intervened = tuple[frozenset[nn.Module], nn.Module, Intervention]
+"""The modules of a model, the attention module among them, and what intervenes in it."""
 
 open_taps: ContextVar[tuple[OpenTap, ...]] = ContextVar("theodolite_taps", default=())
 _suspended: ContextVar[bool] = ContextVar("theodolite_suspended", default=False)
 
-open_interventions: list[OpenIntervention] = []
+open_interventions: list[Intervened] = []
 """Of the process and not of a context: they hold whoever calls the model (`generate` with a streamer has a thread)."""
 
 
@@ -61,23 +53,17 @@ def without_interventions() -> Iterator[None]:
         _suspended.reset(token)
 
 
-def answered(module: nn.Module, inputs: AttentionInputs, window: int | None = None) -> Tensor:
+def answered(module: nn.Module, inputs: AttentionInputs) -> Tensor:
     """Compute a module's attention as the tap and interventions say: (batch, queries, heads, value_width).
 
-    What a door calls in place of the module's own attention; `window` is how many keys its cache keeps, if not all.
+    What a door calls in place of the module's own attention.
     """
     answer, inputs, row = _answer(module), _as_autocast(inputs), in_one_row(inputs)
     if row:
         inputs = split_by_context(inputs, type(module).__name__)
-    for opened in [] if _suspended.get() else sorted(open_interventions, key=lambda e: not e.of_inputs):
-        if opened.module is module:
-            queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-            if opened.of_inputs and window is not None and queries < keys and keys >= window:
-                raise UsageError(
-                    f"the cache of this layer keeps the last {window} keys only, so that positions cannot be told any "
-                    "more; call generate with use_cache=False"
-                )
-            answer = functools.partial(_intervened, opened.intervene, answer)
+    for _, changed, intervene in [] if _suspended.get() else open_interventions:
+        if changed is module:
+            answer = functools.partial(_intervened, intervene, answer)
     with without_autocast():
         return joined_in_row(answer(inputs)) if row else answer(inputs)
 
@@ -108,6 +94,6 @@ def _answer(module: nn.Module) -> Answer:
     """Find what answers a module: the innermost tap of its model; for a copy of a module, the innermost of all."""
     taps = open_taps.get()
     tapped = [opened for opened in taps if module in opened.modules]
-    if not taps or (not tapped and any(module in opened.modules for opened in open_interventions)):
+    if not taps or (not tapped and any(module in modules for modules, _, _ in open_interventions)):
         return attend
     return functools.partial((tapped or taps)[-1].tap, module)

@@ -10,7 +10,6 @@ from torch import nn
 
 from theodolite.models.doors.answers import (
     Intervention,
-    OpenIntervention,
     OpenTap,
     Tap,
     open_interventions,
@@ -68,17 +67,14 @@ def tapped(model: nn.Module, tap: Tap, *, own_heads: bool = False) -> Iterator[O
 
 
 @contextmanager
-def intervened(
-    model: nn.Module, module: nn.Module, intervene: Intervention, *, of_inputs: bool = False
-) -> Iterator[None]:
+def intervened(model: nn.Module, module: nn.Module, intervene: Intervention) -> Iterator[None]:
     """Apply `intervene` while open whenever `model` calls the attention module `module`, tapped or not.
 
-    Those in inputs come first, and within a kind the one opened first is nearest to the attention itself. A tap gets
-    the changed inputs; what it returns is changed. Copies of the module are left alone. One `of_inputs` needs key j to
-    be the token at position j, so that a cache which drops keys is refused.
+    The one opened first is nearest to the attention itself. A tap gets the changed inputs; what it returns is changed.
+    Copies of the module are left alone.
     """
     with _opened(model) as modules:
-        intervention = OpenIntervention(modules, module, intervene, of_inputs)
+        intervention = modules, module, intervene
         open_interventions.append(intervention)
         try:
             yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ def _tapped_attention(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
-    sliding_window: int | None = None,
     indices: Tensor | None = None,
     block_indices: Tensor | None = None,
     **_: Any,
@@ -56,27 +54,17 @@ def _tapped_attention(
         # An additive mask: `AttentionInputs` tells what it hides from what else it adds.
         position_bias = attention_mask if position_bias is None else position_bias + attention_mask
         attention_mask, is_causal = None, False
+    if indices is not None:  # of the keys that each query has chosen (batch, queries, chosen): DeepSeek 3.2
+        others = query.new_full((len(indices), 1, query.shape[2], key.shape[2]), -torch.inf)
+        others.scatter_(-1, indices.long().unsqueeze(1), 0)
+        position_bias = others if position_bias is None else position_bias + others
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     causal = is_causal and attention_mask is None and query.shape[2] > 1
     inputs = AttentionInputs(
         query, key, value, scaling, causal, attention_mask, softcap, position_bias, s_aux
     )
-    if indices is not None:
-        inputs = _to_chosen_keys(inputs, indices)
-    return answered(module, inputs, sliding_window), None
-
-
-def _to_chosen_keys(inputs: AttentionInputs, indices: Tensor) -> AttentionInputs:
-    """Mask all keys but those that each query has chosen, by index (batch, queries, chosen) (DeepSeek 3.2)."""
-    queries, keys = inputs.query.shape[2], inputs.key.shape[2]
-    chosen = torch.zeros(len(indices), queries, keys, dtype=torch.bool, device=indices.device)
-    mask = chosen.scatter_(-1, indices.long(), True).unsqueeze(1)
-    if inputs.mask is not None:
-        mask = mask & inputs.mask
-    elif inputs.causal:
-        mask = mask & mask.new_ones(queries, keys).tril_()
-    return replace(inputs, mask=mask, causal=False)
+    return answered(module, inputs), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _tapped_attention)
