@@ -39,7 +39,7 @@ class SharesPass:
     shows that noise, too.
 
     State, of L layers, S sampled contexts and H heads: products (L, S, H, parts, parts), additive and total (L, S, H)
-    of `ShareSums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are. Of layers that do not attend,
+    of `share_sums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are. Of layers that do not attend,
     zeros. Notes: `refused`, layer → why it could not be split, and `heads`, how many each layer has.
 
     Args:
@@ -141,8 +141,8 @@ class SharesPass:
             self.notes["refused"][str(layer)] = str(error)
             return
         sums = share_sums(split.query, split.key, split.inputs, self.trailing, leading)
-        for name in ("products", "additive", "total"):
-            state[name][layer, rows, heads] = getattr(sums, name)
+        for name, values in sums.items():
+            state[name][layer, rows, heads] = values
 
     def _parts(self, layer_pass: LayerPass, own: Int[Tensor, " contexts"]) -> DecompositionByGroups:
         """Decompose contexts of these groups by the next group's means for queries, the one after's for keys."""
