@@ -42,10 +42,8 @@ class SharesPass:
     of `share_sums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are. Of layers that do not attend,
     zeros. Notes: `refused`, layer → why it could not be split, and `heads`, how many each layer has.
 
-    Args:
-        model, corpus: of whose contexts `sample_of`, with the `seed`, takes some.
-        means: the state of `Means`, of all contexts.
-        streams: of `KeptStreams` of the sample, of which the queries and keys of all contexts but one are made.
+    `means` is the state of `Means`, of all contexts. The queries and keys of all contexts but one are made of the
+    `streams` that `KeptStreams` has of `sample_of`.
     """
 
     def __init__(

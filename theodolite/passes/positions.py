@@ -39,10 +39,8 @@ def survey_positions(
 ) -> tuple[Run, State]:
     """Survey the positional basis alone, in memory: ranks, smoothness and principal components of every layer.
 
-    The numbers are those of `survey` on the same contexts; all other columns, tables and arrays are absent.
-
-    Returns:
-        The run, and the state of `read_means` that it is of. Errors are those of `survey`.
+    The numbers are those of `survey` on the same contexts; all other columns, tables and arrays are absent. Returned
+    with the state of `read_means` that they are of; errors are those of `survey`.
     """
     means, sample = read_means(model, corpus, seed=seed, show_progress=show_progress)
     columns, directions = positional_shape(means)
