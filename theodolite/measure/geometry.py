@@ -150,34 +150,33 @@ def stream_columns(
 
 
 @gives(
+    Array("mean", "(N, d)", "μ, the mean hidden state of each residual layer."),
+    Array("positional_basis", "(N, T, d)", "pos, the mean of each position less μ."),
+    Array("positional_basis_last", "(N, trailing, d)", "The same of special tokens that end every context."),
     Array("positional_pca", "(N, T, 3)", "pos on the principal directions of P."),
     Array("cvec_pca", "(N, Q, 3)", "Single tokens less μ and pos, on the principal directions of P."),
     Array("singular_values", "(N, ≤ 60)", "Singular values of P, decreasing."),
 )
-def pictures(means: State, sample: Sample, leading: int = 1) -> dict[str, Tensor]:
-    """Return what figures of the residual stream are drawn of, from `Means` with the tokens of `sample`."""
-    mean, pos, _ = decomposed_means(means, leading=leading)
-    tokens = means["token"] - mean[:, None] - pos[:, sample.token_position]
-    pos = pos[:, : positions_read(means)]
-    axes, values = zip(*(principal_axes(of_layer[leading:]) for of_layer in pos), strict=True)
-    directions = torch.stack(axes).mT
-    return {
-        "positional_pca": (pos @ directions).float(),
-        "cvec_pca": (tokens @ directions).float(),
-        "singular_values": torch.stack(values)[:, :SHOWN_SINGULAR_VALUES],
-    }
+def position_arrays(
+    whole_means: State, means: State, trailing: int, leading: int, sample: Sample | None = None
+) -> dict[str, Tensor]:
+    """Return the means by position, as far as enough contexts reach, from `Means` with and without special tokens.
 
-
-@gives(
-    Array("mean", "(N, d)", "μ, the mean hidden state of each residual layer."),
-    Array("positional_basis", "(N, T, d)", "pos, the mean of each position less μ."),
-    Array("positional_basis_last", "(N, trailing, d)", "The same of special tokens that end every context."),
-)
-def position_arrays(whole_means: State, means: State, trailing: int, leading: int) -> dict[str, Tensor]:
-    """Return the means by position, as far as enough contexts reach, from `Means` with and without special tokens."""
+    With the `sample` whose tokens were kept, also what figures of P are drawn of.
+    """
     mean, pos, _ = decomposed_means(whole_means, trailing, leading)
-    arrays = {"mean": mean, "positional_basis": pos[:, : positions_read(means)].float()}
-    return arrays | ({"positional_basis_last": pos[:, -trailing:].float()} if trailing else {})
+    basis = pos[:, : positions_read(means)]
+    arrays = {"mean": mean, "positional_basis": basis.float()}
+    if trailing:
+        arrays["positional_basis_last"] = pos[:, -trailing:].float()
+    if sample is not None:
+        axes, values = zip(*(principal_axes(of_layer[leading:]) for of_layer in basis), strict=True)
+        directions = torch.stack(axes).mT
+        tokens = means["token"] - mean[:, None] - pos[:, sample.token_position]
+        arrays["positional_pca"] = (basis @ directions).float()
+        arrays["cvec_pca"] = (tokens @ directions).float()
+        arrays["singular_values"] = torch.stack(values)[:, :SHOWN_SINGULAR_VALUES]
+    return arrays
 
 
 def principal_axes(

@@ -8,7 +8,7 @@ from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
 from theodolite.jobs.job import Stage, run_stages
 from theodolite.measure.column import WITHOUT
-from theodolite.measure.geometry import pictures, position_arrays
+from theodolite.measure.geometry import position_arrays
 from theodolite.measure.heads import with_errors
 from theodolite.measure.position import DIRECTIONS, positional_shape
 from theodolite.models import OpenModel
@@ -33,7 +33,7 @@ def survey_positions(
     means = means_of_text(run_stages([stage], show_progress), reading.trailing)
     columns, directions = positional_shape(means)
     arrays = {f"layers.{name}{WITHOUT}": numbers.without.float() for name, numbers in columns.items()}
-    arrays |= pictures(means, reading.sample) | position_arrays(means, means, trailing=0, leading=1)
+    arrays |= position_arrays(means, means, 0, 1, reading.sample)
     run = Run(
         layers=pd.DataFrame({"layer": range(model.layers + 1), **with_errors(columns)}),
         arrays=arrays | {DIRECTIONS: directions},
