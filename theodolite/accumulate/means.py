@@ -237,14 +237,6 @@ def means_of_halves(
     return torch.stack(means), torch.stack(positions)
 
 
-def whole_contexts(
-    ctx: Float[Tensor, "*layers 2 sampled width"], tokens: Float[Tensor, "*layers 2 sampled"]
-) -> Float[Tensor, "*layers sampled width"]:
-    """Return the context vectors of all positions from those of either half, over so many `tokens`."""
-    weights = tokens / tokens.sum(dim=-2, keepdim=True).clamp_min(1)
-    return (ctx * weights.unsqueeze(-1)).sum(dim=-3)
-
-
 class KeptStreams(LayerSums):
     """The hidden states of a few contexts, whole, so that later stages need no forward pass; zero behind their ends.
 

@@ -218,11 +218,6 @@ def position_slices(read: int, length: int, apart: int) -> list[tuple[slice, sli
     return [text, (slice(end, read), slice(length - apart, length))] if apart else [text]
 
 
-def of_read(values: Tensor, read: int, apart: int) -> Tensor:
-    """Select the values (T, …) of the positions that contexts of `read` tokens have."""
-    return torch.cat([values[place] for _, place in position_slices(read, len(values), apart)])
-
-
 CACHED = 2**19
 """Numbers of float32 to work on at once on a CPU: its cache holds them, and the calls that do it take less time."""
 

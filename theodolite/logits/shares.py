@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.means import means_of_first
-from theodolite.accumulate.sums import State, of_read
+from theodolite.accumulate.sums import State, position_slices
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import Groups
 from theodolite.errors import WorkError
@@ -154,7 +154,8 @@ class SharesPass:
         trailing, leading = self.trailing, self.corpus.leading
         means = [means_of_first(self.means, layer, chain, trailing, leading) for chain in chains]
         mean = torch.stack([mean for mean, _ in means])
-        pos = torch.stack([of_read(pos, read, trailing) for _, pos in means])
+        pos = torch.stack([pos for _, pos in means])
+        pos = torch.cat([pos[:, place] for _, place in position_slices(read, pos.shape[1], trailing)], dim=1)
         query, key = index.chunk(2)
         return decompose_by_groups(layer_pass.stream, mean, pos, query, key, leading)
 

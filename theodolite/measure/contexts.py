@@ -21,7 +21,7 @@ from threadpoolctl import ThreadpoolController
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.accumulate.means import Sample, decomposed_means, whole_contexts
+from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import Groups
 from theodolite.judging import Criterion
@@ -122,9 +122,11 @@ def context_columns(
         return numbers | agreement, clustering
 
     rows, clustering = zip(*parallel_map(of_layer, list(range(len(ctx)))), strict=True)
+    tokens = means["context_tokens"]
+    of_halves = tokens / tokens.sum(dim=1, keepdim=True).clamp_min(1)
     return {
         **together(rows),
-        "context_basis": whole_contexts(ctx, means["context_tokens"]).float(),
+        "context_basis": (ctx * of_halves.unsqueeze(-1)).sum(dim=1).float(),
         "context_label": labels,
         "context_cluster": torch.stack(clustering),
     }
