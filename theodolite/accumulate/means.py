@@ -175,14 +175,14 @@ def decomposed_means(state: State, trailing: int = 0, leading: int = 1) -> tuple
     layers = []
     for layer, sums in enumerate(state["position_sum"]):
         mean, pos = mean_and_pos(sums.sum(dim=0), state["readers"][layer].sum(dim=0), text)
-        ctx = []
+        of_halves = []
         for half in (0, 1):
             averages = pos[text][halves == half]
             averages = averages.cumsum(dim=0) / torch.arange(1, len(averages) + 1)[:, None]
             last = (state["context_tokens"][layer, half].long() - 1).clamp_min(0)
             centred = state["context_mean"][layer, half] - mean
-            ctx.append(centred - averages[last] if len(averages) else centred)
-        layers.append((mean, pos, torch.stack(ctx)))
+            of_halves.append(centred - averages[last] if len(averages) else centred)
+        layers.append((mean, pos, torch.stack(of_halves)))
     mean, pos, ctx = (torch.stack(of_layers) for of_layers in zip(*layers, strict=True))
     return mean, pos, ctx
 

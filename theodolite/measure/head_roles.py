@@ -28,11 +28,6 @@ class HeadRole:
     explains_low_entropy: float = math.inf
     target: str = ""
 
-    @property
-    def plural(self) -> str:
-        """The plural of `title`."""
-        return f"{self.title}s"
-
 
 PREVIOUS_TOKEN = HeadRole(
     "previous_token",
