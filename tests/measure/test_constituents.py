@@ -11,7 +11,7 @@ import torch
 from tests.accumulate.test_attention import KINDS, make
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
-from theodolite.measure.constituents import Constituents, ShareSums, grouped, share_sums
+from theodolite.measure.constituents import Constituents, grouped, share_sums, shares_of
 from theodolite.theory.decomposition import PARTS, decompose_by_groups
 from theodolite.theory.unbiased import Jackknifed
 
@@ -61,7 +61,7 @@ def _dense_shares(query, key, inputs, head: int) -> tuple[np.ndarray, float]:
 def test_shares_equal_the_dense_computation(kind):
     """Oracle: numpy on whole matrices."""
     query, key, inputs = _split(kind)
-    shares, additive = (of.value for of in share_sums(query, key, inputs).shares())
+    shares, additive = (of.value for of in shares_of(share_sums(query, key, inputs)))
     for head in range(HEADS):
         expected, expected_additive = _dense_shares(query, key, inputs, head)
         np.testing.assert_allclose(shares[head], expected, rtol=1e-9, atol=1e-12)
@@ -70,8 +70,9 @@ def test_shares_equal_the_dense_computation(kind):
 
 
 def test_one_context_has_no_standard_error_and_even_logits_no_shares():
-    sums = ShareSums(*(torch.zeros(1, 2, *s, dtype=torch.float64) for s in ((5, 5), (), ())))
-    assert all(of.value.isnan().all() and of.error.isnan().all() for of in sums.shares())
+    sizes = {"products": (5, 5), "additive": (), "total": ()}
+    sums = {name: torch.zeros(1, 2, *size, dtype=torch.float64) for name, size in sizes.items()}
+    assert all(of.value.isnan().all() and of.error.isnan().all() for of in shares_of(sums))
 
 
 def test_noise_of_means_adds_nothing_to_shares_and_intervals_cover():
@@ -89,7 +90,7 @@ def test_noise_of_means_adds_nothing_to_shares_and_intervals_cover():
     def contexts(count: int) -> torch.Tensor:
         return mean + pos + 0.7 * draw(count, 1, width) + 1.5 * draw(count, length, width)
 
-    def split(h, means, positions, groups) -> ShareSums:
+    def split(h, means, positions, groups) -> dict[str, torch.Tensor]:
         parts = decompose_by_groups(h, means, positions, *groups)
         sides = []
         for w, group in zip((w_q, w_k), groups, strict=True):
@@ -101,7 +102,7 @@ def test_noise_of_means_adds_nothing_to_shares_and_intervals_cover():
         return share_sums(*sides, inputs)
 
     one = torch.zeros(2000, dtype=torch.int64)
-    truth = split(contexts(2000), mean[None], pos[None], (one, one)).shares()[0].value
+    truth = shares_of(split(contexts(2000), mean[None], pos[None], (one, one)))[0].value
     names = ("position", "context", "cross", "pos-pos", "cvec-cvec")
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(200):
@@ -110,7 +111,7 @@ def test_noise_of_means_adds_nothing_to_shares_and_intervals_cover():
         means = rows[:, 1:].mean(1)
         turn = torch.arange(8)
         sums = split(h[::2], means, rows - means[:, None], ((turn + 1) % 8, (turn + 2) % 8))
-        of_pairs = sums.shares()[0]
+        of_pairs = shares_of(sums)[0]
         value, without = grouped(of_pairs.value), grouped(of_pairs.without)
         for name in names:
             found[name].append((float(value[name]), float(Jackknifed(value[name], without[name]).error)))

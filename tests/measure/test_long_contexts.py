@@ -56,5 +56,5 @@ def test_shares_are_those_of_the_chosen_queries(monkeypatch):
             centred = logits - logits.mean()
             products += parts @ centred
             total += centred @ centred
-        np.testing.assert_allclose(sums.products[context, 0], products, rtol=1e-9, atol=1e-12)
-        np.testing.assert_allclose(sums.total[context, 0], total, rtol=1e-9)
+        np.testing.assert_allclose(sums["products"][context, 0], products, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(sums["total"][context, 0], total, rtol=1e-9)

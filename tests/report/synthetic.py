@@ -281,8 +281,6 @@ def _geometry_arrays(generator, layers, length, width, contexts):
     context = np.stack([centres[labels] + generator.normal(size=(contexts, width)) for _ in range(layers)])
     queries = min(120, 8 * contexts)
     pca = np.stack([waves[:, :3] / (1, 2, 4) * (1 + layer) for layer in range(layers)])
-    directions = np.concatenate([basis, context], axis=1)
-    directions /= np.linalg.norm(directions, axis=2, keepdims=True)
     singular = np.linalg.svd(basis, compute_uv=False)
     return {
         "mean": generator.normal(size=(layers, width)),
@@ -292,10 +290,6 @@ def _geometry_arrays(generator, layers, length, width, contexts):
         "singular_values": singular + 1e-3,
         "positional_pca": pca.astype(np.float32),
         "cvec_pca": generator.normal(scale=0.1, size=(layers, queries, 3)).astype(np.float32),
-        "gram": (directions @ directions.transpose(0, 2, 1)).astype(np.float32),
-        "gram_position": np.arange(length),
-        "gram_label": labels.astype(np.int64),
-        "dct": np.abs(generator.normal(size=(layers, 10, 10))) / np.arange(1, 11) ** 2,
         "outlier_share": (np.arange(width) % 11 == 3) * np.linspace(0, 1, layers)[:, None].astype(np.float32),
     }
 

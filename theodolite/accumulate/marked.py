@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.accumulate.sums import State
+from theodolite.accumulate.sums import KeyedSums, State
 
 ANY = -1  # the part (head or dimension) of what is marked at position 0, where nearly every part is
 
@@ -17,30 +17,16 @@ COLUMNS = ("layer", "part", "context", "position", "token_id", "occurrences", "k
 """Of `marked_places`: `part` is a head or a dimension, `key` what knows the context again (`context_key`)."""
 
 
-class Marked:
-    """Occurrences by layer, part, number of the context, position and token: keys (marks, 5), each once, ascending."""
+class Marked(KeyedSums):
+    """Occurrences by layer, part, number of the context, position and token: keys alone, and no sums."""
 
     def __init__(self) -> None:
-        self._keys = [torch.zeros(0, 5, dtype=torch.int64)]
+        super().__init__(5, {})
 
     def mark(self, layer: int, part: Tensor, context: Tensor, position: Tensor, token: Tensor) -> None:
         """Mark occurrences, one a row of all tensors; of position 0 all parts are one."""
         part = torch.where(position == 0, ANY, part)
-        keys = torch.stack([torch.full_like(part, layer), part, context, position, token], dim=1)
-        self._keys.append(keys.unique(dim=0))
-
-    def state(self) -> State:
-        """Return `keys`."""
-        self._keys = [torch.cat(self._keys).unique(dim=0)]
-        return {"keys": self._keys[0]}
-
-    def restore(self, state: State) -> None:
-        """Restore a state that `state` returned."""
-        self._keys = [state["keys"]]
-
-    def merge(self, state: State) -> None:
-        """Merge the `state` of another one into this one."""
-        self._keys.append(state["keys"])
+        self.rows(torch.stack([torch.full_like(part, layer), part, context, position, token], dim=1))
 
 
 def context_key(ids: Int[Tensor, " positions"]) -> int:

@@ -165,40 +165,26 @@ class Means(LayerSums):
 
 
 def decomposed_means(state: State, trailing: int = 0, leading: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Return μ (N, d), pos (N, T, d) and ctx (N, 2, S, d) from the state, as `decomposed` has them of each layer."""
-    text = slice(leading, state["position_sum"].shape[2] - trailing)
-    layers = [
-        decomposed(sums.sum(dim=0), readers.sum(dim=0), context_mean, tokens, text)
-        for sums, readers, context_mean, tokens in zip(
-            *(state[name] for name in ("position_sum", "readers", "context_mean", "context_tokens")),
-            strict=True,
-        )
-    ]
-    mean, pos, ctx = (torch.stack(of_layers) for of_layers in zip(*layers, strict=True))
-    return mean, pos, ctx
-
-
-def decomposed(
-    position_sum: Float[Tensor, "positions width"],
-    readers: Float[Tensor, " positions"],
-    context_mean: Float[Tensor, "2 sampled width"],
-    context_tokens: Float[Tensor, "2 sampled"],
-    text: slice,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute μ (d), pos (T, d) and ctx (2, S, d) of one layer; μ is the mean over the tokens of the text.
+    """Return μ (N, d), pos (N, T, d) and ctx (N, 2, S, d) of all layers; μ is the mean over the tokens of the text.
 
     pos_t is of the contexts that reach position t. What the positions that a mean is over average to is taken off it:
     else ctx would say which half of the positions it is of, or how long the context is.
     """
-    mean, pos = mean_and_pos(position_sum, readers, text)
-    halves, of_text = halves_of_positions(text.stop - text.start), pos[text]
-    ctx = []
-    for half in (0, 1):
-        averages = of_text[halves == half]
-        averages = averages.cumsum(dim=0) / torch.arange(1, len(averages) + 1)[:, None]
-        last = (context_tokens[half].long() - 1).clamp_min(0)
-        ctx.append(context_mean[half] - mean - averages[last] if len(averages) else context_mean[half] - mean)
-    return mean, pos, torch.stack(ctx)
+    text = slice(leading, state["position_sum"].shape[2] - trailing)
+    halves = halves_of_positions(text.stop - text.start)
+    layers = []
+    for layer, sums in enumerate(state["position_sum"]):
+        mean, pos = mean_and_pos(sums.sum(dim=0), state["readers"][layer].sum(dim=0), text)
+        of_halves = []
+        for half in (0, 1):
+            averages = pos[text][halves == half]
+            averages = averages.cumsum(dim=0) / torch.arange(1, len(averages) + 1)[:, None]
+            last = (state["context_tokens"][layer, half].long() - 1).clamp_min(0)
+            centred = state["context_mean"][layer, half] - mean
+            of_halves.append(centred - averages[last] if len(averages) else centred)
+        layers.append((mean, pos, torch.stack(of_halves)))
+    mean, pos, ctx = (torch.stack(of_layers) for of_layers in zip(*layers, strict=True))
+    return mean, pos, ctx
 
 
 def mean_and_pos(
@@ -235,14 +221,6 @@ def means_of_halves(
         sides.append((mean, (pos * (readers > 0)[:, None]).float()))
     means, positions = zip(*sides, strict=True)
     return torch.stack(means), torch.stack(positions)
-
-
-def whole_contexts(
-    ctx: Float[Tensor, "*layers 2 sampled width"], tokens: Float[Tensor, "*layers 2 sampled"]
-) -> Float[Tensor, "*layers sampled width"]:
-    """Return the context vectors of all positions from those of either half, over so many `tokens`."""
-    weights = tokens / tokens.sum(dim=-2, keepdim=True).clamp_min(1)
-    return (ctx * weights.unsqueeze(-1)).sum(dim=-3)
 
 
 class KeptStreams(LayerSums):

@@ -291,29 +291,19 @@ def carrier_columns(state: State) -> dict[str, Tensor]:
     return keys | sums | {"extreme": extreme}
 
 
-class LayerBaselines:
-    """Each layer's `LayerBaseline`, tensors stacked, from one batch without position 0 and special tokens behind."""
+class LayerBounds(LayerSums):
+    """Each layer's |x| above which a value is massive, from one batch (`LayerBaseline.bounds`).
 
-    def __init__(self, trailing: int = 0) -> None:
-        self._trailing = trailing
-        self._layers: list[State] = []
+    State: bounds (layers, parts, width), which is `shape`. Position 0 and `trailing` special tokens are left out;
+    `tokens` are looked at in all.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], tokens: int, level: float, trailing: int) -> None:
+        super().__init__(shape[0], {"bounds": shape[1:]})
+        self._tokens, self._level, self._trailing = tokens, level, trailing
 
     def update(self, layer: int, hidden: Tensor, ids: Tensor, first_context: int) -> None:
-        """Compute the baseline of a layer."""
+        """Compute the bounds of a layer."""
         tokens = hidden[:, 1 : hidden.shape[1] - self._trailing].flatten(0, 1)
         baseline = LayerBaseline.of(tokens.to(torch.promote_types(hidden.dtype, torch.float32)))
-        self._layers.append({name: value.cpu() for name, value in vars(baseline).items()})
-
-    def state(self) -> State:
-        """Return all layers' baselines, stacked."""
-        names = self._layers[0] if self._layers else {}
-        return {name: torch.stack([layer[name] for layer in self._layers]) for name in names}
-
-    def restore(self, state: State) -> None:
-        """Restore a state that `state` returned."""
-        self._layers = by_layer(state)
-
-
-def by_layer(state: State) -> list[State]:
-    """Split a state whose tensors lead with layers into one state per layer."""
-    return [dict(zip(state, values, strict=True)) for values in zip(*state.values(), strict=True)]
+        self.at("bounds", layer, hidden.device).copy_(baseline.bounds(self._tokens, self._level))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Int
@@ -61,7 +61,7 @@ class LayerSums:
         layers: int,
         shapes: dict[str, tuple[int, ...]],
         maxima: tuple[str, ...] = (),
-        keyed: Mapping[str, Any] | None = None,
+        keyed: Mapping[str, KeyedSums] | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         self.layers = layers
@@ -146,12 +146,12 @@ class KeyedSums:
     def rows(self, keys: Int[Tensor, "some width"]) -> Int[Tensor, " some"]:
         """Return the row of each key, new ones at the end."""
         rows = [self._row_of.setdefault(tuple(key), len(self._row_of)) for key in keys.tolist()]
-        have = len(next(iter(self._tensors.values())))
-        if len(self) > have:
-            more = max(len(self), 2 * have) - have  # doubling: each row is copied a few times only
-            for name, tensor in self._tensors.items():
+        for name, tensor in self._tensors.items():
+            if len(self) > len(tensor):
+                size = max(len(self), 2 * len(tensor))  # doubling: each row is copied a few times only
+                more = size - len(tensor), *tensor.shape[1:]
                 empty = -torch.inf if name in self.maxima else 0.0
-                self._tensors[name] = torch.cat([tensor, tensor.new_full((more, *tensor.shape[1:]), empty)])
+                self._tensors[name] = torch.cat([tensor, tensor.new_full(more, empty)])
         return torch.tensor(rows, dtype=torch.int64)
 
     def add(self, rows: Int[Tensor, " some"], values: Mapping[str, Tensor]) -> None:
@@ -216,11 +216,6 @@ def position_slices(read: int, length: int, apart: int) -> list[tuple[slice, sli
     end = read - apart
     text = (slice(end), slice(end))
     return [text, (slice(end, read), slice(length - apart, length))] if apart else [text]
-
-
-def of_read(values: Tensor, read: int, apart: int) -> Tensor:
-    """Select the values (T, …) of the positions that contexts of `read` tokens have."""
-    return torch.cat([values[place] for _, place in position_slices(read, len(values), apart)])
 
 
 CACHED = 2**19

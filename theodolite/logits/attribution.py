@@ -51,11 +51,9 @@ class PatternPass:
     numbers (rows, 9), the columns of `measure.attribution.COLUMNS`. Notes: `refused`, layer → why its logits could not
     be split.
 
-    Args:
-        model, seed: whose heads, and of the sequences.
-        length: of the text's contexts, T.
-        means: gives μ (2, d) and the positional basis (2, T, d) of a residual layer, of either half of another text,
-            for queries and for keys: what came by chance in both copies of a sequence would pass for position.
+    `length` is T, that of the text's contexts. `means` gives μ (2, d) and the positional basis (2, T, d) of a residual
+    layer, of either half of another text, for queries and for keys: what came by chance in both copies of a sequence
+    would pass for position.
     """
 
     def __init__(

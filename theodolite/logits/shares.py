@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from theodolite.accumulate.means import means_of_first
-from theodolite.accumulate.sums import State, of_read
+from theodolite.accumulate.sums import State, position_slices
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.groups import Groups
 from theodolite.errors import WorkError
@@ -39,13 +39,11 @@ class SharesPass:
     shows that noise, too.
 
     State, of L layers, S sampled contexts and H heads: products (L, S, H, parts, parts), additive and total (L, S, H)
-    of `ShareSums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are. Of layers that do not attend,
+    of `share_sums`; low_frequency (L, S, H, cutoffs) of queries and keys as they are. Of layers that do not attend,
     zeros. Notes: `refused`, layer → why it could not be split, and `heads`, how many each layer has.
 
-    Args:
-        model, corpus: of whose contexts `sample_of`, with the `seed`, takes some.
-        means: the state of `Means`, of all contexts.
-        streams: of `KeptStreams` of the sample, of which the queries and keys of all contexts but one are made.
+    `means` is the state of `Means`, of all contexts. The queries and keys of all contexts but one are made of the
+    `streams` that `KeptStreams` has of `sample_of`.
     """
 
     def __init__(
@@ -141,8 +139,8 @@ class SharesPass:
             self.notes["refused"][str(layer)] = str(error)
             return
         sums = share_sums(split.query, split.key, split.inputs, self.trailing, leading)
-        for name in ("products", "additive", "total"):
-            state[name][layer, rows, heads] = getattr(sums, name)
+        for name, values in sums.items():
+            state[name][layer, rows, heads] = values
 
     def _parts(self, layer_pass: LayerPass, own: Int[Tensor, " contexts"]) -> DecompositionByGroups:
         """Decompose contexts of these groups by the next group's means for queries, the one after's for keys."""
@@ -156,7 +154,8 @@ class SharesPass:
         trailing, leading = self.trailing, self.corpus.leading
         means = [means_of_first(self.means, layer, chain, trailing, leading) for chain in chains]
         mean = torch.stack([mean for mean, _ in means])
-        pos = torch.stack([of_read(pos, read, trailing) for _, pos in means])
+        pos = torch.stack([pos for _, pos in means])
+        pos = torch.cat([pos[:, place] for _, place in position_slices(read, pos.shape[1], trailing)], dim=1)
         query, key = index.chunk(2)
         return decompose_by_groups(layer_pass.stream, mean, pos, query, key, leading)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from theodolite.accumulate.sums import State, each_part
 from theodolite.attention.inputs import MASKED, AttentionInputs
 from theodolite.measure.column import Column, gives, head_places
-from theodolite.measure.constituents import ADDITIVE, COARSE, GROUPS, grouped, share_sums
+from theodolite.measure.constituents import ADDITIVE, COARSE, GROUPS, grouped, share_sums, shares_of
 from theodolite.measure.head_roles import ATTENTION_PATTERNS
 from theodolite.measure.publications import SONG
 from theodolite.theory.decomposition import PARTS
@@ -71,7 +71,7 @@ def attribute(
 
     `inputs` holds the same heads, one key head for each (`of_heads` of a list).
     """
-    shares, additive = share_sums(query, key, inputs).shares()
+    shares, additive = shares_of(share_sums(query, key, inputs))
 
     def work(part: slice) -> Tensor:
         variants = _variants(query[:, part], key[:, part], inputs.of_contexts(part))

@@ -139,19 +139,14 @@ class Constituents:
         return values[0] if self.query.shape[1] == 1 else values
 
 
-@dataclass(frozen=True)
-class ShareSums:
-    """Sums by context whose ratios are shares of logit variance: Σ products / Σ total over some contexts."""
+def shares_of(sums: State) -> tuple[Jackknifed, Jackknifed]:
+    """Compute shares (…, H, parts, parts) and the additive bias's (…, H), which sum to 1, from `share_sums`.
 
-    products: Float64[Tensor, "*layers contexts heads query_parts key_parts"]
-    additive: Float64[Tensor, "*layers contexts heads"]
-    total: Float64[Tensor, "*layers contexts heads"]
-
-    def shares(self) -> tuple[Jackknifed, Jackknifed]:
-        """Compute shares (…, H, parts, parts) and the additive bias's (…, H), which sum to 1 (constant logits: NaN)."""
-        total = self.total.movedim(-2, 0)
-        of_pairs = ratio(self.products.movedim(-4, 0), total[..., None, None])
-        return of_pairs, ratio(self.additive.movedim(-2, 0), total)
+    NaN where logits are constant.
+    """
+    total = sums["total"].movedim(-2, 0)
+    of_pairs = ratio(sums["products"].movedim(-4, 0), total[..., None, None])
+    return of_pairs, ratio(sums["additive"].movedim(-2, 0), total)
 
 
 def share_sums(
@@ -160,8 +155,11 @@ def share_sums(
     inputs: AttentionInputs,
     trailing: int = 0,
     leading: int = 1,
-) -> ShareSums:
+) -> State:
     """Sum what each constituent adds to the variance of the logits, by context; softmax-invariant.
+
+    Returns products (contexts, H, query parts, key parts), additive and total (contexts, H): shares are Σ products / Σ
+    total over some contexts.
 
     Each row of logits is centred over the keys that its query sees; a constituent's product with the centred whole,
     summed over keys and rows, then adds up over constituents to the sum of squares of the whole. Logits are those
@@ -198,8 +196,8 @@ def share_sums(
                 additive += (centred * bias).sum(dim=(-2, -1), dtype=torch.float64)
         return products.cpu(), additive.cpu(), total.cpu()
 
-    sums = zip(*each_part(work, query.shape[1], query.device), strict=True)
-    return ShareSums(*(torch.cat(parts) for parts in sums))
+    products, additive, total = zip(*each_part(work, query.shape[1], query.device), strict=True)
+    return {"products": torch.cat(products), "additive": torch.cat(additive), "total": torch.cat(total)}
 
 
 _SHARES = (
@@ -250,7 +248,7 @@ def share_columns(shares: State, refused: Collection[str]) -> dict[str, Jackknif
 
     They sum to 1; of layers that were `refused` (as text), whose logits could not be split, they are NaN.
     """
-    of_pairs, additive = _sums_of(shares).shares()
+    of_pairs, additive = shares_of(shares)
     values, without = grouped(of_pairs.value), grouped(of_pairs.without)
     columns = {name: Jackknifed(values[name], without[name]) for name in DISJOINT} | {ADDITIVE: additive}
     split = torch.tensor([str(layer) not in refused for layer in range(len(additive.value))])
@@ -290,7 +288,7 @@ def constituents_table(shares: State, refused: Collection[str], heads_of: Sequen
     rows = [(*place, *names) for place in places for names in parts]
     table = pd.DataFrame(rows, columns=["layer", "head", "query", "key"])
     index = tuple(torch.tensor(places, dtype=torch.int64).reshape(-1, 2).T)
-    of_pairs, additive = _sums_of(shares).shares()
+    of_pairs, additive = shares_of(shares)
     for name, values in (
         ("share", (of_pairs.value, additive.value)),
         ("standard_error", (of_pairs.error, additive.error)),
@@ -298,10 +296,6 @@ def constituents_table(shares: State, refused: Collection[str], heads_of: Sequen
         both = torch.cat([values[0].flatten(-2), values[1][..., None]], dim=-1)
         table[name] = both[index].flatten().numpy()
     return table
-
-
-def _sums_of(shares: State) -> ShareSums:
-    return ShareSums(*(shares[name] for name in ("products", "additive", "total")))
 
 
 def grouped(shares: Float[Tensor, "*heads query_parts key_parts"]) -> dict[str, Float[Tensor, "*heads"]]:
@@ -377,9 +371,9 @@ def head_matrices(
     queries, keys = (side[:, own, head : head + 1] for side in (split.query, split.key))
     of_head = replace(split, query=queries, key=keys, inputs=inputs)
     sums = share_sums(of_head.query, of_head.key, of_head.inputs)
-    shares, additive_share = (of.value for of in sums.shares())
+    shares, additive_share = (of.value for of in shares_of(sums))
     matrices: dict[str, Tensor] = {}
-    shares_of: dict[str, float] = {}
+    share_of: dict[str, float] = {}
     logits = of_head.logits_of(0).cpu()
     for a, query in enumerate(of_head.names):
         for b, key in enumerate(of_head.names):
@@ -389,10 +383,10 @@ def head_matrices(
             elif CONSTANT in (query, key):
                 name = CONSTANT
             matrices[name] = matrices.get(name, 0) + logits[a, b]
-            shares_of[name] = shares_of.get(name, 0.0) + float(shares[0, a, b])
+            share_of[name] = share_of.get(name, 0.0) + float(shares[0, a, b])
     if of_head.inputs.bias is not None:
-        matrices[ADDITIVE], shares_of[ADDITIVE] = of_head.additive[0].cpu(), float(additive_share[0])
-    matrices[QK], shares_of[QK] = of_head.total[0].cpu(), float(sum(shares_of.values()))
+        matrices[ADDITIVE], share_of[ADDITIVE] = of_head.additive[0].cpu(), float(additive_share[0])
+    matrices[QK], share_of[QK] = of_head.total[0].cpu(), float(sum(share_of.values()))
     visible = of_head.visible[0].cpu()
     if not raw:
         over = visible.clone()
@@ -403,7 +397,7 @@ def head_matrices(
     window = slice(first, first + MOST_POSITIONS)
     return [
         HeadMatrix(
-            name, of.masked_fill(~visible, math.nan)[window, window].numpy(), shares_of.get(name, math.nan)
+            name, of.masked_fill(~visible, math.nan)[window, window].numpy(), share_of.get(name, math.nan)
         )
         for name, of in matrices.items()
     ]

@@ -21,7 +21,7 @@ from threadpoolctl import ThreadpoolController
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.accumulate.means import Sample, decomposed_means, whole_contexts
+from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import Groups
 from theodolite.judging import Criterion
@@ -108,11 +108,7 @@ _SQUARED = (
 def context_columns(
     means: State, sample: Sample, labels: Int[Tensor, " sampled"], leading: int = 1, grid: Grid | None = None
 ) -> dict[str, Any]:
-    """Compute the columns of the context vectors, N values each, and their arrays.
-
-    From states of `Means`, which kept the contexts of `sample`, with a label each (−1: none), and of `SecondMoments` of
-    the residual stream.
-    """
+    """Compute columns, N values each, and arrays from `Means`, which kept `sample`, with a label each (−1: none)."""
     ctx = decomposed_means(means, leading=leading)[2]
     group = Groups(len(sample.slot)).of(sample.kept)
 
@@ -126,9 +122,11 @@ def context_columns(
         return numbers | agreement, clustering
 
     rows, clustering = zip(*parallel_map(of_layer, list(range(len(ctx)))), strict=True)
+    tokens = means["context_tokens"]
+    of_halves = tokens / tokens.sum(dim=1, keepdim=True).clamp_min(1)
     return {
         **together(rows),
-        "context_basis": whole_contexts(ctx, means["context_tokens"]).float(),
+        "context_basis": (ctx * of_halves.unsqueeze(-1)).sum(dim=1).float(),
         "context_label": labels,
         "context_cluster": torch.stack(clustering),
     }
@@ -255,17 +253,11 @@ def clusters(
     labels: Int[Tensor, " sampled"],
     start: Int[Tensor, " sampled"] | None = None,
 ) -> tuple[dict[str, float], Int[Tensor, " sampled"]]:
-    """Compute the silhouette of the labels and the agreement of k-means with them (adjusted Rand index).
+    """Compute the silhouette of the labels (−1: none), and how far k-means finds them; and each context's cluster.
 
-    Args:
-        ctx: context vectors from either half of the positions, (2, S, d). Only their directions count, as in the paper.
-        cosines: between contexts, unbiased; NaN of contexts without a direction.
-        labels: one for each, −1 for none.
-        start: a clustering to start from, as returned for more contexts than these; None: `STARTS` seeded starts.
-
-    Returns:
-        The two numbers, NaN with fewer than two labels that contexts share; and each context's cluster, −1 for those
-            left out.
+    `ctx` are vectors from either half of the positions, of which directions count; `cosines` are unbiased, NaN of
+    contexts without a direction. K-means begins with a clustering of more contexts, `start`, or `STARTS` times. With
+    fewer than two labels that contexts share both numbers are NaN, and all clusters −1.
     """
     _, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
     taken = (labels >= 0) & (counts[inverse] >= 2)

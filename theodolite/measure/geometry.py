@@ -1,8 +1,7 @@
 """The hidden states of each residual layer: norms, how much a block changes them, massive activations, and figures.
 
 Position 0 is apart, and with it the special tokens that a tokenizer puts behind every text; so are tokens with massive
-activations. Of an image all `leading` tokens before its patches are apart, and the patches are a `grid` of rows and
-columns. Source: Song & Zhong 2024.
+activations. Of an image all `leading` tokens before its patches are apart. Source: Song & Zhong 2024.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.accumulate.means import Sample, decomposed_means, whole_contexts
+from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.outliers import MASSIVE_COUNTS, PUBLISHED
 from theodolite.accumulate.sums import State, part_of
 from theodolite.judging import Criterion
@@ -37,13 +36,12 @@ from theodolite.measure.position import positions_read
 from theodolite.measure.publications import BAO, SONG, ZHANG
 from theodolite.theory.outliers import typical_magnitude
 from theodolite.theory.singular import by_gram_matrix
-from theodolite.theory.smoothness import Grid, grid_frequencies, lowest_frequencies, unit_rows
 from theodolite.theory.unbiased import Jackknifed, combined, ratio
 
 OUTLIER_SHARE = PUBLISHED.outlier_tokens
 """A dimension is an outlier dimension where at least this share of tokens exceeds 6 (Dettmers et al. 2022)."""
 
-SHOWN_SINGULAR_VALUES, SHOWN_FREQUENCIES, SHOWN_POSITIONS, SHOWN_CONTEXTS = 60, 10, 64, 64
+SHOWN_SINGULAR_VALUES = 60
 
 _layer = partial(Column, "layers", group=STREAM, error=LEFT_OUT)
 _share = partial(_layer, range=SHARE)
@@ -152,66 +150,33 @@ def stream_columns(
 
 
 @gives(
-    Array("positional_pca", "(N, T, 3)", "pos on the principal directions of P."),
-    Array("cvec_pca", "(N, Q, 3)", "Single tokens less μ and pos, on the principal directions of P."),
-    Array("singular_values", "(N, ≤ 60)", "Singular values of P, decreasing."),
-    Array("gram", "(N, n + m, n + m)", "Cosines of n positions and m contexts."),
-    Array("gram_position", "(n)", "These positions."),
-    Array("gram_label", "(m)", "The labels of these contexts."),
-    Array("dct", "(N, 10, 10)", "Magnitudes of the lowest frequencies of the normalised Gram matrix of P."),
-)
-def pictures(
-    means: State, sample: Sample, labels: Int[Tensor, " sampled"], leading: int = 1, grid: Grid | None = None
-) -> dict[str, Tensor]:
-    """Return the arrays that the figures of the residual stream are drawn of.
-
-    From the state of `Means`, which kept the contexts of `sample`, with a label each (−1: none).
-    """
-    mean, pos, halves = decomposed_means(means, leading=leading)
-    ctx = whole_contexts(halves, means["context_tokens"])
-    tokens = means["token"] - mean[:, None] - pos[:, sample.token_position]
-    pos = pos[:, : positions_read(means)]
-    # Kept contexts are grouped by label, the most frequent labels first.
-    values, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
-    frequency = torch.where(values < 0, -1, counts)[inverse].tolist()
-    by_label = sorted(range(len(labels)), key=lambda i: (-frequency[i], int(labels[i]), i))
-    order, end = torch.tensor(by_label[:SHOWN_CONTEXTS], dtype=torch.int64), pos.shape[1] - 1
-    shown = torch.linspace(leading, end, min(SHOWN_POSITIONS, end + 1 - leading)).round().long()
-
-    def of_layer(pos: Tensor, ctx: Tensor, cvec: Tensor) -> dict[str, Tensor]:
-        unit = unit_rows(pos[leading:])
-        axes, values = principal_axes(pos[leading:])
-        both = functional.normalize(torch.cat([pos[shown], ctx[order]]), dim=-1)
-        dct = torch.zeros(SHOWN_FREQUENCIES, SHOWN_FREQUENCIES, dtype=torch.float64)
-        if grid is None:
-            low = lowest_frequencies(unit, SHOWN_FREQUENCIES)
-            lowest = (low @ low.T).abs()
-        else:  # of the transform's four dimensions the diagonal: how much of P̄ there is of each pair of frequencies
-            lowest = grid_frequencies(unit, SHOWN_FREQUENCIES, grid).square().sum(dim=-1)
-        dct[: lowest.shape[0], : lowest.shape[1]] = lowest
-        return {
-            "positional_pca": (pos @ axes.T).float(),
-            "cvec_pca": (cvec @ axes.T).float(),
-            "singular_values": values[:SHOWN_SINGULAR_VALUES],
-            "gram": (both @ both.T).float(),
-            "dct": dct,
-        }
-
-    layers = [of_layer(*one) for one in zip(pos, ctx, tokens, strict=True)]
-    whole = {"gram_position": shown, "gram_label": labels[order]}
-    return {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]} | whole
-
-
-@gives(
     Array("mean", "(N, d)", "μ, the mean hidden state of each residual layer."),
     Array("positional_basis", "(N, T, d)", "pos, the mean of each position less μ."),
     Array("positional_basis_last", "(N, trailing, d)", "The same of special tokens that end every context."),
+    Array("positional_pca", "(N, T, 3)", "pos on the principal directions of P."),
+    Array("cvec_pca", "(N, Q, 3)", "Single tokens less μ and pos, on the principal directions of P."),
+    Array("singular_values", "(N, ≤ 60)", "Singular values of P, decreasing."),
 )
-def position_arrays(whole_means: State, means: State, trailing: int, leading: int) -> dict[str, Tensor]:
-    """Return the means by position, as far as enough contexts reach, from `Means` with and without special tokens."""
+def position_arrays(
+    whole_means: State, means: State, trailing: int, leading: int, sample: Sample | None = None
+) -> dict[str, Tensor]:
+    """Return the means by position, as far as enough contexts reach, from `Means` with and without special tokens.
+
+    With the `sample` whose tokens were kept, also what figures of P are drawn of.
+    """
     mean, pos, _ = decomposed_means(whole_means, trailing, leading)
-    arrays = {"mean": mean, "positional_basis": pos[:, : positions_read(means)].float()}
-    return arrays | ({"positional_basis_last": pos[:, -trailing:].float()} if trailing else {})
+    basis = pos[:, : positions_read(means)]
+    arrays = {"mean": mean, "positional_basis": basis.float()}
+    if trailing:
+        arrays["positional_basis_last"] = pos[:, -trailing:].float()
+    if sample is not None:
+        axes, values = zip(*(principal_axes(of_layer[leading:]) for of_layer in basis), strict=True)
+        directions = torch.stack(axes).mT
+        tokens = means["token"] - mean[:, None] - pos[:, sample.token_position]
+        arrays["positional_pca"] = (basis @ directions).float()
+        arrays["cvec_pca"] = (tokens @ directions).float()
+        arrays["singular_values"] = torch.stack(values)[:, :SHOWN_SINGULAR_VALUES]
+    return arrays
 
 
 def principal_axes(

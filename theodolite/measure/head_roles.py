@@ -28,11 +28,6 @@ class HeadRole:
     explains_low_entropy: float = math.inf
     target: str = ""
 
-    @property
-    def plural(self) -> str:
-        """The plural of `title`."""
-        return f"{self.title}s"
-
 
 PREVIOUS_TOKEN = HeadRole(
     "previous_token",
@@ -114,6 +109,3 @@ ATTENTION_PATTERNS = {"induction": INDUCTION, "previous": PREVIOUS_TOKEN, "same"
 
 SLIGHT, STRONG = 0.1, 0.2
 """Mean attention along a pattern below which no head follows it, and from which on a head is always attributed."""
-
-RETAINED = 0.5
-"""Of the excess over uniform attention: what a group of constituents alone retains of a pattern that it makes."""

@@ -213,26 +213,16 @@ def localization_tables(
     )
 )
 def entropy_bounds(weights: State, attention: State, gram_norm: Tensor) -> dict[str, list[float]]:
-    """Compute `entropy_bound` of every layer, L · H values; `gram_norm` (L) is the largest ‖XXᵀ‖₂ of its inputs."""
-    norms = gram_norm.tolist(), weights["spectral_norm"]
-    layers = zip(*norms, attention["visible_keys"], attention["readers"], strict=True)
-    return {"entropy_bound": torch.cat([entropy_bound(*layer) for layer in layers]).tolist()}
+    """Compute `entropy_bound`, L · H values, in nats; `gram_norm` (L) is the largest ‖XXᵀ‖₂ of a layer's inputs.
 
-
-def entropy_bound(
-    gram_norm: float,
-    spectral_norm: Float[Tensor, " heads"],
-    visible_keys: Float[Tensor, " queries"],
-    readers: Float[Tensor, " queries"],
-) -> Float[Tensor, " heads"]:
-    """Compute the exact lower bound on the mean attention entropy, in nats; NaN where the norm is.
-
-    ν = ‖XXᵀ‖₂ · ‖W_QK‖₂ · scaling, with the largest ‖XXᵀ‖₂ of any context. The bound of a query is that for as many
-    keys as it sees, and the head's is their mean over queries, of which each position has `readers`.
+    ν = ‖XXᵀ‖₂ · ‖W_QK‖₂ · scaling. The bound of a query is that for as many keys as it sees, and the head's is their
+    mean over queries, of which each position has `readers`; NaN where ν is.
     """
-    nu = (gram_norm * spectral_norm)[:, None]
+    nu = gram_norm[:, None] * weights["spectral_norm"]
     # Where a layer does not attend, no query sees a key, and the bound is NaN as its norm is.
-    return entropy_lower_bound(nu, visible_keys.clamp_min(1)) @ (readers / readers.sum())
+    of_queries = entropy_lower_bound(nu[:, :, None], attention["visible_keys"].clamp_min(1)[:, None])
+    readers = attention["readers"] / attention["readers"].sum(dim=1, keepdim=True)
+    return {"entropy_bound": (of_queries @ readers[:, :, None]).flatten().tolist()}
 
 
 def _unknown(heads: int) -> Float[Tensor, " heads"]:

@@ -23,7 +23,6 @@ from torch.nn import functional
 from theodolite.accumulate.second_moments import low_rank, numbers_of
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS, one_of_each_stretch
-from theodolite.errors import UsageError
 from theodolite.judging import Criterion
 from theodolite.measure.column import (
     BASIS,
@@ -106,15 +105,10 @@ def _smoothness(
 
 @dataclass(frozen=True)
 class GroupedBasis:
-    """The positional basis of one layer by groups of contexts.
+    """P of one layer by groups of contexts, centred over positions: `mean` was taken off each group's.
 
-    Attributes:
-        p: P of each group, centred over positions, (G, T, d).
-        mean: what was taken off each group's positions, (G, d).
-        readers: how many contexts each position's mean is of, (G, T).
-        groups: which of the corpus' groups these are.
-        positions: which positions of a context these are, counted from 0.
-        grid: their rows and columns; None: they lie in a line.
+    Each position's mean is of so many `readers`. `groups` of the corpus and `positions` of a context say which these
+    are; they lie in a line, or in the rows and columns of a `grid`.
     """
 
     p: Float[Tensor, "groups positions width"]
@@ -586,15 +580,8 @@ def qk_low_frequency(
     Of the whole matrix, unmasked, as the published ratios; biases and rotations are those within q and k. The paper
     leaves position 0 out: cut it off before. With grouped heads, key head g serves the query heads
     `g·G … (g+1)·G − 1`. `grid`: rows and columns of the positions, where they lie in a plane.
-
-    Raises:
-        UsageError: the query heads are no multiple of the key heads.
     """
-    heads, key_heads = query.shape[-3], key.shape[-3]
-    if heads % key_heads:
-        raise UsageError(f"{heads} query heads and {key_heads} key heads: give a multiple")
-    if heads != key_heads:
-        key = key.repeat_interleave(heads // key_heads, dim=-3)
+    key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
     return product_low_frequency_ratio(query, key, CUTOFFS, grid)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.accumulate.sums import State, joined, part_of
+from theodolite.accumulate.sums import LayerSums, State, joined, part_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.cutting import NO_TOKEN
 from theodolite.corpus.images import Images
@@ -22,7 +22,6 @@ from theodolite.models import OpenModel
 from theodolite.models.calls import capture_current_calls
 from theodolite.models.guard import guarded, measures
 from theodolite.models.hooks import Hooks, hooked, positions_read
-from theodolite.models.source import Inputs
 from theodolite.passes.run import SCHEMA_VERSION, versions
 from theodolite.system.choices import check_whole, wider_than
 from theodolite.system.progress import Progress
@@ -31,18 +30,11 @@ TOKENS_A_BATCH = 4096
 """Default batch: as many contexts as give this many tokens."""
 
 
-class Accumulator(Protocol):
-    """An object with a resumable state."""
-
-    def state(self) -> State:
-        """Return all sums so far."""
-
-    def restore(self, state: State) -> None:
-        """Continue from what `state` gave."""
-
-
 class CorpusPass(Hooks):
-    """Hooks into a model's forward passes over a corpus, `batch` contexts each; a subclass may draw by the seed."""
+    """Hooks into a model's forward passes over a corpus, `batch` contexts each; a subclass may draw by the seed.
+
+    What a subclass sums is in its `accumulators`, by name.
+    """
 
     @measures("model")
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
@@ -50,11 +42,7 @@ class CorpusPass(Hooks):
         self.model, self.corpus, self.seed, self.batch = model, corpus, seed, batch
         self.total = len(corpus.contexts)
         self.notes: dict[str, Any] = {}
-
-    @property
-    def accumulators(self) -> Mapping[str, Accumulator]:
-        """The accumulators by name."""
-        raise NotImplementedError
+        self.accumulators: dict[str, LayerSums] = {}
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Announce the next contexts, `first …`, a batch of ids."""
@@ -88,12 +76,8 @@ class CorpusPass(Hooks):
                 stop = min(start + self.batch, last)
                 for part in self.corpus.of_one_length(start, stop):
                     self.begin(part.start, self.corpus.ids(part))
-                    self.forward(self.corpus.inputs(part))
+                    self.model.forward(self.corpus.inputs(part))
                 after(stop)
-
-    def forward(self, inputs: Inputs) -> None:
-        """Run the model on a batch: token ids, or pixel values."""
-        self.model.forward(inputs)
 
 
 def check_fit(

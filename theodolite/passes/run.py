@@ -1,8 +1,5 @@
 """The run folder: the hinge between measuring and reporting. Written once, readable for years.
 
-    run.json  layers.parquet  heads.parquet  sinks.parquet  outliers.parquet  examples.parquet
-    massive.parquet  constituents.parquet  attribution.parquet  traces.parquet  arrays.safetensors  report/
-
 A run is written under a temporary name and renamed, so a folder by the run's own name is always whole. Nothing here is
 ever pickled, measured or drawn.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from theodolite.accumulate.attention import AttentionStatistics, QueryKeyMoments
 from theodolite.accumulate.means import KeptStreams, Means, Sample
 from theodolite.accumulate.outliers import MassiveTokens, OutlierCounts, massive_tokens, without
 from theodolite.accumulate.second_moments import Centred, MomentSketches, SecondMoments
-from theodolite.accumulate.sums import LayerSums, State, part_of
+from theodolite.accumulate.sums import State, part_of
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.corpus.corpus import Corpus
 from theodolite.logits.shares import sample_of
@@ -34,8 +33,6 @@ class MeansPass(CorpusPass):
     """Sum the residual stream of a text by position, the tokens with massive activations apart."""
 
     _keeps_sample = True
-    _sums: ClassVar[dict[str, str]] = {"means": "means"}  # name → attribute
-    extra: Sequence[Extra] = ()
 
     @measures("model")
     def __init__(self, model: OpenModel, corpus: Corpus, seed: int, batch: int) -> None:
@@ -47,14 +44,9 @@ class MeansPass(CorpusPass):
         if self._keeps_sample:
             self.sample = choose_sample(model, corpus, self.trailing, seed)
         self.means = Means(model.layers + 1, length, model.width, self.sample, self.trailing, self.leading)
+        self.accumulators["means"] = self.means
         self._left_out: Tensor | None = None
         self._first = 0
-
-    @property
-    def accumulators(self) -> dict[str, LayerSums]:
-        """The accumulators by name."""
-        own = {name: getattr(self, attribute) for name, attribute in self._sums.items()}
-        return own | {f"extra.{one.name}": one for one in self.extra}
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Announce the next contexts, `first …`."""
@@ -74,7 +66,6 @@ class HeadsPass(MeansPass):
     """Sum what the table of heads needs of a text: means by position, attention's inputs, attention statistics."""
 
     _keeps_sample = False
-    _sums = MeansPass._sums | {"inputs": "inputs", "attention": "attention_statistics"}
     _examples = 0
     _moments: type[SecondMoments] = SecondMoments
 
@@ -87,6 +78,7 @@ class HeadsPass(MeansPass):
         self.attention_statistics = AttentionStatistics(
             *sizes, self.trailing, self.leading, pictured=corpus.pictured is not None
         )
+        self.accumulators |= {"inputs": self.inputs, "attention": self.attention_statistics}
         self._tokens: Tokens | None = None
 
     @measures("self.model")
@@ -117,8 +109,6 @@ class SurveyPass(HeadsPass):
     """Sum all that a survey needs of a text, with copies of the caller's own accumulators."""
 
     _keeps_sample = True
-    _of_stream = ("residual", "sketches", "massive", "streams", "query_keys", "outliers")
-    _sums = HeadsPass._sums | dict(zip(_of_stream, _of_stream, strict=True))
     _examples = EXAMPLES
 
     @measures("model")
@@ -135,6 +125,9 @@ class SurveyPass(HeadsPass):
         )
         self.query_keys = QueryKeyMoments(model.layers, model.heads, model.head_width)
         self.extra = [copy.deepcopy(accumulator) for accumulator in extra]
+        for name in ("residual", "sketches", "massive", "streams", "query_keys", "outliers"):
+            self.accumulators[name] = getattr(self, name)
+        self.accumulators |= {f"extra.{one.name}": one for one in self.extra}
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Take in the residual stream of one layer."""

@@ -94,6 +94,7 @@ class SweptText(SurveyPass):
             super().__init__(model, corpus, seed, batch, extra)
         # The split contexts are run anew, so that their streams need not be kept.
         self.streams = KeptStreams(0, self.means.length, model.width, self.streams.kept, model.source.dtype)
+        self.accumulators["streams"] = self.streams
         width = model.structure.attention_width
         self._read_now = torch.zeros(width, width, dtype=torch.float64)
         self._marked = torch.zeros(corpus.contexts.shape, dtype=torch.bool)

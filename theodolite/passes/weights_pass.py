@@ -45,11 +45,8 @@ def weights_pass(
     (L, H, cutoffs, 1 + groups), of all groups of contexts and without each; NaN where a layer does not attend or has
     fewer or narrower heads than another. Notes: `spectrum_of`, `scaling` and `heads`, a value a layer.
 
-    Args:
-        model: whose weights.
-        inputs: the state of `SecondMoments` of what attention reads, for the columns with suffix `_data`.
-        means: the state of `Means`, for the positional columns.
-        leading, grid: as for `grouped_basis`.
+    `inputs` is the state of `SecondMoments` of what attention reads, for the columns with suffix `_data`; `means`, with
+    `leading` and `grid` of `grouped_basis`, that of `Means`.
     """
 
     def positional(layer: int, weights: HeadWeights | None, means: State) -> State:

@@ -481,7 +481,7 @@ def massive_line(run: Run) -> str:
 def _heads(run: Run) -> Iterator[str]:
     for role in head_roles.PATTERN_ROLES:
         if heads := _heads_of(run, role):
-            yield f"{role.plural.capitalize()}: {listed(heads)}."
+            yield f"{role.title.capitalize()}s: {listed(heads)}."
         elif ranked := _heads_of(run, role, -math.inf):
             yield f"No {role.title} stands out; the strongest is {ranked[0]}."
 

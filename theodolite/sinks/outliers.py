@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.accumulate.marked import marked_places
-from theodolite.accumulate.outliers import Activations, LayerBaselines, by_layer, carrier_columns
+from theodolite.accumulate.outliers import Activations, LayerBounds, carrier_columns
 from theodolite.accumulate.sums import State, part_of
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
@@ -29,7 +29,6 @@ from theodolite.models.texts import text_of_tokens
 from theodolite.passes.corpus_pass import CorpusPass, batch_of, check_fit, refuse_nonfinite_stream
 from theodolite.system.progress import ShowStage
 from theodolite.theory.outliers import (
-    LayerBaseline,
     Thresholds,
     outlier_dimensions,
     outlier_features,
@@ -109,14 +108,17 @@ def find_outliers(
 
     def baseline(states: States) -> Steps:
         some = corpus.subset(order.sort().values)
-        return _OutlierPass(model, some, {values: LayerBaselines(trailing) for values in (STREAM, HEADS)})
+        heads = len(model.attending), model.heads, model.structure.value_width
+        sizes = {STREAM: (model.layers + 1, 1, model.width), HEADS: heads}
+        level = thresholds.level
+        sums = {values: LayerBounds(size, tokens, level, trailing) for values, size in sizes.items()}
+        return _OutlierPass(model, some, sums)
 
     def count(states: States) -> Steps:
         sums = {}
         for values in (STREAM, HEADS):
-            baselines = [LayerBaseline(**layer) for layer in by_layer(states.of(f"baseline.{values}"))]
-            bounds = [layer.bounds(tokens, thresholds.level) for layer in baselines]
-            sums[values] = Activations(torch.stack(bounds), thresholds, trailing)
+            bounds = states.of(f"baseline.{values}")["bounds"]
+            sums[values] = Activations(bounds, thresholds, trailing)
         return _OutlierPass(model, corpus, sums)
 
     stages = [Stage("baseline", "sizing layers", baseline), Stage("count", "counting outliers", count)]
@@ -154,16 +156,12 @@ class _OutlierPass(CorpusPass):
     """
 
     def __init__(
-        self, model: OpenModel, corpus: Corpus, sums: Mapping[str, LayerBaselines | Activations]
+        self, model: OpenModel, corpus: Corpus, sums: Mapping[str, LayerBounds | Activations]
     ) -> None:
         super().__init__(model, corpus, 0, batch_of(corpus, None))
+        self.accumulators |= sums
         self._sums = sums
         self._place = {layer: place for place, layer in enumerate(model.attending)}
-
-    @property
-    def accumulators(self) -> Mapping[str, LayerBaselines | Activations]:
-        """The accumulators by `STREAM` and `HEADS`."""
-        return self._sums
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Start a batch with contexts `first …`."""

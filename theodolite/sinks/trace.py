@@ -6,7 +6,6 @@ still to be seen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.texts import text_of_tokens
 from theodolite.passes.corpus_pass import (
-    Accumulator,
     CorpusPass,
     batch_of,
     check_fit,
@@ -61,13 +59,8 @@ class TracePass(CorpusPass):
         self._local_sinks = local_sinks
         self._metric = metric
         self._trailing = corpus.trailing(model.tokenizer)
-        self.tags = Tags(model.layers, metric.shape[-1], self.total)
+        self.accumulators["tags"] = self.tags = Tags(model.layers, metric.shape[-1], self.total)
         self._caught: list[list[_LayerCatch]] = []
-
-    @property
-    def accumulators(self) -> Mapping[str, Accumulator]:
-        """The accumulators by name."""
-        return {"tags": self.tags}
 
     def begin(self, first: int, ids: Tensor) -> None:
         """Start a batch with contexts `first …`."""

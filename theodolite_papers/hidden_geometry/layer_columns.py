@@ -26,7 +26,7 @@ from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import NO_NUMBER, UNDECIDED, UNTESTABLE, Verdict, all_of, untestable
 from theodolite.measure.column import WITHOUT
 from theodolite.measure.position import SCREENOT_RANK, grouped_basis, screenot_bound
-from theodolite.passes.positions import read_means, survey_positions
+from theodolite.passes.positions import survey_positions
 from theodolite.report.data import (
     AT_FLOOR,
     OF_GROUPS,
@@ -95,7 +95,7 @@ def bases_by_group(study: Study, run: Run | None = None) -> list[Basis] | None:
             text = random_tokens_like(model, run)
         if model is None or text is None or text.sha256 != sha256:
             return None
-        return bases_of(read_means(model, text, show_progress=study.show)[0])
+        return bases_of(survey_positions(model, text, show_progress=study.show)[1])
 
     return study.cached(_by_group(sha256), read)
 

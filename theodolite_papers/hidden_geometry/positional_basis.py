@@ -56,7 +56,7 @@ from theodolite_papers.hidden_geometry.layer_columns import (
     shown,
     unless_hidden,
 )
-from theodolite_papers.hidden_geometry.smoothness import dct, singular_values
+from theodolite_papers.hidden_geometry.smoothness import pictures, singular_values
 
 # Quantity of Table 1 → (column of the layers table, field of a published row).
 QUANTITIES = {
@@ -428,8 +428,8 @@ def spectrum(study: Study, outcome: Outcome) -> None:
     outcome.verdicts.append(layer_columns.smooth_verdict(outcome, run))
     screenot = column(run.layers, "rank_screenot")
     outcome.draw("singular-values", singular_values(singular, ranks=screenot, most=CURVES))
-    frequencies = np.abs(need(run, "dct"))
-    outcome.draw("frequencies", by_layer(len(ranks), lambda layer: dct(frequencies[layer])))
+    _, frequencies = pictures(torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
+    outcome.draw("frequencies", by_layer(len(ranks), frequencies))
 
 
 def _mean_and_deviation(values: Sequence[float] | Floats) -> str:

@@ -391,7 +391,7 @@ def low_frequency(run: Run) -> go.Figure:
     return drawn
 
 
-def _pictures(bases: Tensor) -> tuple[Callable[[int], go.Figure], Callable[[int], go.Figure]]:
+def pictures(bases: Tensor) -> tuple[Callable[[int], go.Figure], Callable[[int], go.Figure]]:
     """Return what draws the Gram matrix, and its frequencies, of each of some bases (N, n, d), positions 1 … n."""
     grams = normalised_gram(bases)
     frequencies = dct2(grams, SHOWN_FREQUENCIES).abs().numpy()
@@ -418,7 +418,7 @@ def figure_7(study: Study, outcome: Outcome) -> None:
             table[name] = np.concatenate([numbers, learned[name].values])
     outcome.tables["bases"] = table
     bases = torch.cat([centred[None], bases])
-    (picture, frequencies), options = _pictures(bases), ["sinusoidal", *layer_names]
+    (picture, frequencies), options = pictures(bases), ["sinusoidal", *layer_names]
     outcome.draw("gram", by_name("basis", options, picture, grid=True))
     of_basis, *learned_values = torch.linalg.svdvals(bases).numpy()
     drawn = singular_values(np.array(learned_values), rounding=1e-8)  # of arrays in float32
@@ -439,7 +439,7 @@ def figure_5(study: Study, outcome: Outcome) -> None:
     outcome.verdicts.append(of_an_adder(study.model, run, verdict, share))
     shares = [f"low_frequency_{k}" for k in (1, 3, 5, 10)]
     outcome.tables["smoothness"] = run.layers.filter(["layer", *shares])
-    picture, frequencies = _pictures(torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
+    picture, frequencies = pictures(torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
     outcome.draw("gram", by_layer(len(run.layers), picture, grid=True))
     outcome.draw("frequencies", by_layer(len(run.layers), frequencies))
     if math.isfinite(mean.value):

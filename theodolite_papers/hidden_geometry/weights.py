@@ -22,7 +22,6 @@ from theodolite import OpenModel, Run
 from theodolite.errors import UsageError, WorkError
 from theodolite.estimates import Estimate, Floats
 from theodolite.judging import HOLDS, judge, unless_explained
-from theodolite.measure.rank_correlation import error_under_independence, rank_correlation_of_heads
 from theodolite.models.weights.head_weights import EXACT, no_head_matrix
 from theodolite.report.data import evenly, head_grid, need, need_column
 from theodolite.system.wording import head_name, number, percent
@@ -30,6 +29,7 @@ from theodolite.theory import qk_moments
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, declared, haar_rotation, share_of_heads
 from theodolite_papers.hidden_geometry.layer_columns import Basis, bases_by_group
+from theodolite_papers.rank_correlation import error_under_independence, rank_correlation_of_heads
 
 CORNERS = (5, 10, 20, 40, 60)  # sizes K of the corner; the paper sees K ≈ 20 in its figure 4
 SHOWN = 60  # side of the maps: `top_num` of the published code, the axes of figures 4 and 26–29

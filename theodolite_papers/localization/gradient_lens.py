@@ -20,7 +20,6 @@ from theodolite import OpenModel
 from theodolite.attention.inputs import AttentionInputs, attend, softmax, weigh
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimates, Floats
-from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.report import style
@@ -29,6 +28,7 @@ from theodolite.theory import empirical_propagation
 from theodolite_papers import drawing
 from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
+from theodolite_papers.rank_correlation import rank_correlation
 
 CONTEXTS = 128  # read at most: a backward pass each
 BATCH = 8

@@ -24,7 +24,6 @@ from theodolite.attention.inputs import MASKED, AttentionInputs
 from theodolite.attention.summary import summarise
 from theodolite.errors import WorkError
 from theodolite.estimates import Estimate, Floats
-from theodolite.measure.rank_correlation import agreement, over_heads, rank_correlation_of_heads
 from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.models.weights.head_weights import HeadWeights
@@ -38,6 +37,7 @@ from theodolite_papers import drawing
 from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
 from theodolite_papers.localization.text_as_walk import TextWalk, text_walk
+from theodolite_papers.rank_correlation import agreement, over_heads, rank_correlation_of_heads
 
 Indices = npt.NDArray[np.int64]
 

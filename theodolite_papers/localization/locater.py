@@ -19,7 +19,6 @@ import plotly.graph_objects as go
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Floats
 from theodolite.judging import FAILS, HOLDS, IN_PART, Criterion, mix_of, unless_explained
-from theodolite.measure.rank_correlation import error_under_independence, rank_correlation
 from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.report import style
 from theodolite.report.drawing.grammar import Panel, band, heat, line, panels
@@ -41,6 +40,7 @@ from theodolite_papers.localization.locater_training import (
     Setting,
     read_grid,
 )
+from theodolite_papers.rank_correlation import error_under_independence, rank_correlation
 
 MEASURES = {
     "final_loss": "held-out loss, nats per token",

@@ -20,7 +20,6 @@ from theodolite import theory
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.estimates import Estimate, Floats
 from theodolite.judging import Verdict, mix_of
-from theodolite.measure.rank_correlation import rank_correlation
 from theodolite.report import style
 from theodolite.report.drawing.grammar import dots
 from theodolite.system.wording import number, with_error
@@ -28,6 +27,7 @@ from theodolite.theory import entropy_lower_bound, piecewise_softmax, propagatio
 from theodolite_papers import drawing
 from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_name, declared, haar_rotation
+from theodolite_papers.rank_correlation import rank_correlation
 
 UNIFORM_EDGE = 2.5
 COVARIANCES = {"isotropic": "Σ = I", "anisotropic": "Σ = RᵀR/d, entries of R from Unif(−2.5, 2.5)"}

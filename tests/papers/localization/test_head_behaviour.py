@@ -13,7 +13,6 @@ from sklearn.metrics import cohen_kappa_score
 from tests.papers.shared import answers, assert_whole, outcome_of, verdicts_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
-from theodolite.measure.rank_correlation import agreement, rank_correlation_of_heads
 from theodolite.passes.survey import survey
 from theodolite.report.page import block_of
 from theodolite.theory import propagation_finite
@@ -29,6 +28,7 @@ from theodolite_papers.localization.head_behaviour import (
     others_median,
 )
 from theodolite_papers.localization.text_as_walk import read_walk, text_walk
+from theodolite_papers.rank_correlation import agreement, rank_correlation_of_heads
 
 
 def test_predicted_curves_are_judged_by_the_median_curve_of_the_other_heads():
