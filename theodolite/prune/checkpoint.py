@@ -31,7 +31,7 @@ from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import OpenModel
 from theodolite.models.stored import factored
-from theodolite.models.stored.checkpoint_tensors import save_config, save_model
+from theodolite.models.stored.checkpoint_tensors import save_config
 from theodolite.models.stored.factored import PrunedMatrix
 from theodolite.models.stored.loading import without_progress_bars
 from theodolite.models.weights.block_matrices import Matrix
@@ -239,7 +239,7 @@ class UnfinishedPruning(Unfinished):
             else:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
                     if model.streamed is None:
-                        save_model(model.hf, folder)
+                        model.hf.save_pretrained(folder)
                     else:
                         model.streamed.save(folder)
                 for layer in pruned.table.query("rank > 0")["layer"].unique():

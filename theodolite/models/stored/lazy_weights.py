@@ -77,7 +77,7 @@ def open_streamed(
     return model
 
 
-def _parts(tensors: loading.StoredTensors, source: Source, device: torch.device) -> Any:
+def _parts(tensors: Any, source: Source, device: torch.device) -> Any:
     """Return what `OpenModel.of` takes of a skeleton, verified; its blocks are read as they run from then on."""
     model = tensors.model
     with filled_with_rows(model, 0.0):
