@@ -352,7 +352,8 @@ def check_held(model: nn.Module, held: dict[str, Any], what: str, kind: str) -> 
     """Raise `UsageError` unless a model still has the weights of these names at the places where they were found."""
     # By name, since a replacement may keep the old module inside, as an adapter does.
     for name, place in held.items():
-        if model.get_submodule(name.rpartition(".")[0]) is not place.module or not place.is_there:
+        module = model.get_submodule(name.rpartition(".")[0])
+        if module is not place.module or place.name not in module._parameters:
             raise UsageError(
                 f"{name} is no longer the {what} that this {kind} was made for (an adapter, or quantised?): make "
                 f"a new {kind} after the model is changed"

@@ -139,11 +139,6 @@ class Projection:
         return cls(rows, module, name, adapter)
 
     @property
-    def is_there(self) -> bool:
-        """True if the module still has the matrix."""
-        return self.name in self.module._parameters
-
-    @property
     def weight(self) -> Tensor:
         """The matrix, as it is now."""
         return getattr(self.module, self.name)
@@ -376,11 +371,6 @@ class LogitRows:
     name: str
     rows: Rows
     powers: Float64[Tensor, "heads head_width"]
-
-    @property
-    def is_there(self) -> bool:
-        """True if the module still has the parameter."""
-        return self.name in self.module._parameters
 
     @torch.no_grad()
     def scale(self, gamma: Float64[Tensor, " heads"]) -> None:
