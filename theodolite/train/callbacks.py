@@ -17,8 +17,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, Tra
 from transformers.trainer_callback import CallbackHandler
 
 from theodolite.errors import UsageError
+from theodolite.models.open import unwrap
 from theodolite.models.training.shards import is_of_deepspeed
-from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import Limits, alarm_lines
 from theodolite.train.geometry import Ranks, monitor_corpus
 from theodolite.train.locater import Locater, Strength, check_strength

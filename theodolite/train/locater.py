@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
-from theodolite.models.open import on_a_few_tokens
+from theodolite.models.open import evaluation_mode, on_a_few_tokens, training_source
 from theodolite.models.opened import OpenModel
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training import shards
 from theodolite.models.training.shards import GatheredParameters, GradientShard
-from theodolite.models.training.training_model import evaluation_mode, training_source
 from theodolite.models.weights.weight_map import LogitRows, Projection, Projections, find_projections
 from theodolite.system.choices import check_whole
 from theodolite.theory.checks import check_real
