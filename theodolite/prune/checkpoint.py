@@ -19,6 +19,7 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pandas as pd
 import pyarrow
@@ -26,6 +27,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import modeling_utils
 
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
@@ -238,10 +240,11 @@ class UnfinishedPruning(Unfinished):
                 save_file(tensors, folder / factored.DENSE, {"format": "pt"})
             else:
                 with self.written_into(model, matrices, sparse_alone=form == ADAPTER):
-                    if model.streamed is None:
-                        model.hf.save_pretrained(folder)
-                    else:
+                    if model.streamed is not None:
                         model.streamed.save(folder)
+                    else:  # without an import of DeepSpeed, which takes seconds, to unwrap the model
+                        with patch.object(modeling_utils, "unwrap_model", lambda model: model):
+                            model.hf.save_pretrained(folder)
                 for layer in pruned.table.query("rank > 0")["layer"].unique():
                     name = LOW_RANK.format(layer)
                     (folder / name).parent.mkdir(exist_ok=True)

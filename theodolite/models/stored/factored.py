@@ -117,15 +117,9 @@ def is_factored(folder: Path) -> bool:
 
 def dense_tensors(model: PreTrainedModel, pruned: set[str]) -> dict[str, Tensor]:
     """Return all tensors in memory but the pruned parameters; of tied ones, the one that the others are tied to."""
-    tied = model.all_tied_weights_keys
-    tensors: dict[str, Tensor] = {}
-    written: set[tuple[int, int]] = set()
-    for name, tensor in sorted(model.state_dict().items(), key=lambda item: item[0] in tied):
-        at = (tensor.data_ptr(), tensor.numel())
-        if name not in pruned and not tensor.is_meta and not (name in tied and at in written):
-            tensors[name] = tensor.contiguous().cpu()
-            written.add(at)
-    return tensors
+    left_out = pruned | model.all_tied_weights_keys.keys()
+    tensors = model.state_dict().items()
+    return {n: t.contiguous().cpu() for n, t in tensors if n not in left_out and not t.is_meta}
 
 
 def load_factored(architecture: Any, config: Any, folder: Path) -> tuple[PreTrainedModel, set[str]]:
