@@ -79,7 +79,14 @@ def open_model(
             raise UsageError(
                 f"{type(path_or_id).__name__} is in memory: move or convert it before, and give no dtype or device"
             )
-        return _in_memory(path_or_id, tokenizer, attention)
+        inner = unwrap(path_or_id)
+        register_spread(path_or_id)
+        if is_spread(inner):
+            raise UsageError(
+                f"the weights of {type(inner).__name__} are spread over ranks: give the model itself to "
+                "GeometryMonitor or Locater, and survey its checkpoints"
+            )
+        return _opened(Source.of_transformers(inner, attention), tokenizer)
     check_dtype(dtype)
     check_one_place(device, device_map)
     target = loading.usable_device(device)
@@ -140,19 +147,6 @@ def before_weights(
     tokenizer = None if source.vocabulary is None else loading.load_tokenizer(place, revision)
     loading.HANDED_ON[place, revision] = tokenizer
     return OpenModel(source, structure, 0, causal, "unknown", checkpoint.id, {}, tokenizer)
-
-
-def _in_memory(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, attention: Attention | None
-) -> OpenModel:
-    inner = unwrap(model)
-    register_spread(model)
-    if is_spread(inner):
-        raise UsageError(
-            f"the weights of {type(inner).__name__} are spread over ranks: give the model itself to GeometryMonitor or "
-            "Locater, and survey its checkpoints"
-        )
-    return _opened(Source.of_transformers(inner, attention), tokenizer)
 
 
 def open_module(

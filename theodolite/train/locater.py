@@ -208,7 +208,7 @@ class Locater:
                 "backward and the optimizer's step"
             )
         value, gradients = self._gathered(strengths)
-        return _Attached.apply(value, gradients, *(shard.parameter for shard in gradients))
+        return _Attached.apply(value, gradients, *(parameter for parameter, _ in gradients))
 
     def add_gradient(self, step: int | None = None, factor: float = 1.0) -> Float[Tensor, ""]:
         """Add the penalty's gradient to that of the loss, between `loss.backward()` and the optimizer's step.
@@ -226,8 +226,8 @@ class Locater:
                 return _sum([self._added(layer, strengths, factor) for layer in self._projections])
             shards.check_deepspeed_has_gradients(self._model)
             value, gradients = self._gathered(strengths)
-            for shard in gradients:
-                shard.add(factor)
+            for parameter, gradient in gradients:
+                shards.add_to_gradient(parameter, gradient * factor)
         return value
 
     def _added(self, layer: Projections, strengths: tuple[float, float], factor: float) -> Tensor:
@@ -330,7 +330,7 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Any, ...]:
-        return None, None, *(shard.gradient * slope for shard in ctx.gradients)
+        return None, None, *(gradient * slope for _, gradient in ctx.gradients)
 
 
 def warm_up(strength: float, steps: int) -> Callable[[int], float]:
