@@ -74,11 +74,6 @@ def split_by_context(inputs: AttentionInputs, name: str) -> AttentionInputs:
     return replace(inputs, query=query, key=key, value=value, mask=mask, bias=bias)
 
 
-def joined_in_row(output: Tensor) -> Tensor:
-    """Join the outputs (contexts, positions, heads, width) of `split_by_context` into those of the row."""
-    return output.flatten(0, 1).unsqueeze(0)
-
-
 def repeated_mask(mask: BlockMask, tokens: int, contexts: int) -> BlockMask:
     """Repeat a mask of so many tokens for a row of so many such contexts."""
     rows, device = contexts * tokens, mask.kv_num_blocks.device

@@ -94,7 +94,7 @@ def checkpoint_tensors(source: str | Path, dtype: str | torch.dtype, revision: s
     if loading.file_of(source, "adapter_config.json", revision) or adapter_in(Path(source)):
         raise CannotReadLazily("an adapter lies beside its weights")
     kinds: dict[str, tuple[str, str]] = {}
-    for path in _files(source, revision):
+    for path in _files(source, config, revision):
         with safe_open(path, framework="pt") as file:
             kinds |= {name: (path, file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
     auto = config.dtype or next((FLOATS[kind] for _, kind in kinds.values() if kind in FLOATS), torch.float32)
@@ -114,8 +114,10 @@ def checkpoint_tensors(source: str | Path, dtype: str | torch.dtype, revision: s
     return CheckpointTensors(model, kinds, names, changes)
 
 
-def _files(source: str | Path, revision: str | None) -> list[str]:
+def _files(source: str | Path, config: Any, revision: str | None) -> list[str]:
     """List the files that `from_pretrained` would load."""
+    if getattr(config, "transformers_weights", None):
+        raise CannotReadLazily("its config names other files than model.safetensors")
     if one := loading.file_of(source, SAFE_WEIGHTS_NAME, revision):
         return [one]
     if index := loading.file_of(source, SAFE_WEIGHTS_INDEX_NAME, revision):
