@@ -20,7 +20,7 @@ from theodolite.explore.panels import view_head
 from theodolite.explore.subject import Subject
 from theodolite.logits.constituents import constituents
 from theodolite.models import OpenModel, open_model
-from theodolite.models.stored.lazy_weights import open_streamed
+from theodolite.models.open import open_streamed
 from theodolite.passes.survey import spectra, survey, survey_heads
 from theodolite.passes.survey_pass import SurveyPass
 from theodolite.prune.model import prune_model

@@ -23,7 +23,7 @@ from tests.models.settings import STATES, seen, set_to
 from theodolite.errors import UsageError
 from theodolite.models import OpenModel, open_model
 from theodolite.models.guard import guarded, measures
-from theodolite.models.stored.lazy_weights import open_streamed
+from theodolite.models.open import open_streamed
 from theodolite.passes.survey import survey
 from theodolite.sinks.interventions import attention_knockout
 

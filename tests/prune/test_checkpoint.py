@@ -15,7 +15,7 @@ from tests.prune import corpus_of
 from theodolite import open_model
 from theodolite.errors import UsageError, WorkError
 from theodolite.jobs import unfinished
-from theodolite.models.stored.lazy_weights import open_streamed
+from theodolite.models.open import open_streamed
 from theodolite.prune import Pruned, prune_model
 from theodolite.prune.model import _Pruning
 from theodolite.system import files

@@ -16,7 +16,7 @@ from tests.prune.test_checkpoint import assert_equal
 from tests.test_larger import split_map
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models import open_model
-from theodolite.models.stored.lazy_weights import open_streamed
+from theodolite.models.open import open_streamed
 from theodolite.models.weights.block_matrices import block_matrices, one_expert_at_a_time
 from theodolite.prune import Pruned, prune_model
 from theodolite.prune.model import _Pruning

@@ -15,9 +15,9 @@ from tests import checkpoints, dense
 from tests.models.test_every_family import eager, softmax_arguments
 from tests.slow import slow_but
 from theodolite.errors import UsageError
+from theodolite.models.open import unwrap
 from theodolite.models.source import Source
 from theodolite.models.structure_search import find_structure
-from theodolite.models.training.training_model import unwrap
 from theodolite.train.geometry import QUERIES, GeometryReader
 
 IDS = torch.randint(checkpoints.VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(1))

@@ -190,7 +190,7 @@ def test_wrong_calls_are_refused():
             "qwen3",
             r"layer 0: model\.layers\.0\.self_attn: .* norms inside: q_norm, k_norm.* cannot be clipped",
         ),
-        ("gemma2", "caps its logits at 3, which bounds them"),
+        ("gemma2", "caps its logits: QK-Clip is not defined"),
         ("bloom", r"adds a bias \(ALiBi"),
     ):
         with pytest.raises(UsageError, match=words):

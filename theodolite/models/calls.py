@@ -229,21 +229,16 @@ def as_sequences(rows: Float[Tensor, "rows width"], module: nn.Module) -> Float[
     return rows.to(device_of(module), dtype_of(module)).unsqueeze(1)
 
 
-def hooked_by_accelerate(module: nn.Module) -> list[nn.Module]:
-    """List the parts of a module whose weights accelerate brings when they run."""
-    return [child for child in module.modules() if hasattr(child, "_hf_hook")]
-
-
 def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Copy a module with its floating-point tensors in `dtype`; return the module itself where they are on meta.
+    """Copy a module with its floating-point tensors in `dtype`.
 
     A parameter that has this dtype shares its memory with the copy's. Offloaded weights are brought here, those spread
-    over ranks are gathered; quantised layers become plain ones, or raise `WorkError`.
+    over ranks are gathered; quantised layers become plain ones, or raise `WorkError`, as weights elsewhere do.
     """
     quantised = list(quantised_layers(module, type(module).__name__))
     plain = {id(layer): dequantised(name, layer).to(dtype) for name, layer in quantised}
     not_copied = {id(tensor) for _, layer in quantised for tensor in (*layer.parameters(), *layer.buffers())}
-    hooked = hooked_by_accelerate(module)
+    hooked = [child for child in module.modules() if hasattr(child, "_hf_hook")]  # of offloaded weights
     with ExitStack() as weights_present:
         if hooked:
             from accelerate.utils import align_module_device
@@ -251,7 +246,7 @@ def copy_in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
             for child in hooked:
                 weights_present.enter_context(align_module_device(child))
         if any(p.is_meta for p in module.parameters()):
-            return module
+            raise WorkError(f"{type(module).__name__}: its weights are not in memory")
         weights_present.enter_context(gathered(module.modules()))
         # A hook knows all offloaded weights of the model: it is not copied with the module.
         memo: dict[int, Any] = {id(child._hf_hook): child._hf_hook for child in hooked} | plain

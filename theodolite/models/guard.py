@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from theodolite.models.stored.dequantised import not_repacked, without_cast_warnings
+from theodolite.models.stored.dequantised import kept_as_quantised
 from theodolite.system.shared import Shared
 
 Given = ParamSpec("Given")
@@ -135,7 +135,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     for module in training:
         module.training = False
     try:
-        with not_repacked(model), without_cast_warnings():
+        with kept_as_quantised(model):
             yield
     finally:
         for module in training:

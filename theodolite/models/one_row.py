@@ -74,29 +74,14 @@ def split_by_context(inputs: AttentionInputs, name: str) -> AttentionInputs:
     return replace(inputs, query=query, key=key, value=value, mask=mask, bias=bias)
 
 
-def joined_in_row(output: Tensor) -> Tensor:
-    """Join the outputs (contexts, positions, heads, width) of `split_by_context` into those of the row."""
-    return output.flatten(0, 1).unsqueeze(0)
-
-
 def repeated_mask(mask: BlockMask, tokens: int, contexts: int) -> BlockMask:
     """Repeat a mask of so many tokens for a row of so many such contexts."""
-
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        inside = mask.mask_mod(batch, head, query % tokens, key % tokens)
-        return (query // tokens == key // tokens) & inside
-
-    rows = contexts * tokens
+    rows, device = contexts * tokens, mask.kv_num_blocks.device
     # PyTorch counts its arguments, which whoever wraps functions to check types hides: no wrapper reaches a lambda.
-    return create_block_mask(
-        lambda batch, head, query, key: seen(batch, head, query, key),
-        None,
-        None,
-        rows,
-        rows,
-        device=mask.kv_num_blocks.device,
-        BLOCK_SIZE=mask.BLOCK_SIZE,
+    seen = lambda batch, head, query, key: (  # noqa: E731
+        (query // tokens == key // tokens) & mask.mask_mod(batch, head, query % tokens, key % tokens)
     )
+    return create_block_mask(seen, None, None, rows, rows, device, mask.BLOCK_SIZE)
 
 
 def _of_keys(tensor: Tensor) -> Tensor:

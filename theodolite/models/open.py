@@ -1,4 +1,4 @@
-"""Open a checkpoint, or a module in memory: find its heads and verify its attention."""
+"""Open a checkpoint, whole or block by block, or a module in memory; find a model in training in its wrappers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto import modeling_auto
 
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.errors import TheodoliteError, UsageError
+from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.models.calls import Calls, capture_calls
 from theodolite.models.guard import between_passes, guarded, known_state
 from theodolite.models.opened import OpenModel
-from theodolite.models.source import Source
+from theodolite.models.source import Source, device_of
 from theodolite.models.stored import loading
+from theodolite.models.stored.checkpoint_tensors import (
+    CannotReadLazily,
+    StreamedBlocks,
+    checkpoint_tensors,
+    filled_with_rows,
+)
 from theodolite.models.stored.dequantised import holds_quantised_layers
-from theodolite.models.structure import Structure
+from theodolite.models.structure import Structure, first_output
 from theodolite.models.structure_search import VERIFIED_LENGTH, find_structure, verify_attention
-from theodolite.models.training.shards import as_sharded, is_spread, register_spread
-from theodolite.models.training.training_model import unwrap
+from theodolite.models.sweep import Sweep
+from theodolite.models.training.shards import as_sharded, gathering_entry, is_spread, register_spread
 from theodolite.system.choices import Attention, check_dtype, check_one_place
 from theodolite.system.processor import say_if_slow
 
@@ -73,7 +79,14 @@ def open_model(
             raise UsageError(
                 f"{type(path_or_id).__name__} is in memory: move or convert it before, and give no dtype or device"
             )
-        return _in_memory(path_or_id, tokenizer, attention)
+        inner = unwrap(path_or_id)
+        register_spread(path_or_id)
+        if is_spread(inner):
+            raise UsageError(
+                f"the weights of {type(inner).__name__} are spread over ranks: give the model itself to "
+                "GeometryMonitor or Locater, and survey its checkpoints"
+            )
+        return _opened(Source.of_transformers(inner, attention), tokenizer)
     check_dtype(dtype)
     check_one_place(device, device_map)
     target = loading.usable_device(device)
@@ -134,19 +147,6 @@ def before_weights(
     tokenizer = None if source.vocabulary is None else loading.load_tokenizer(place, revision)
     loading.HANDED_ON[place, revision] = tokenizer
     return OpenModel(source, structure, 0, causal, "unknown", checkpoint.id, {}, tokenizer)
-
-
-def _in_memory(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, attention: Attention | None
-) -> OpenModel:
-    inner = unwrap(model)
-    register_spread(model)
-    if is_spread(inner):
-        raise UsageError(
-            f"the weights of {type(inner).__name__} are spread over ranks: give the model itself to GeometryMonitor or "
-            "Locater, and survey its checkpoints"
-        )
-    return _opened(Source.of_transformers(inner, attention), tokenizer)
 
 
 def open_module(
@@ -252,3 +252,143 @@ def sharing_weights(model: OpenModel) -> OpenModel:
         parts = verified_parts(source)
     named = {name: getattr(model, name) for name in ("id", "tokenizer", "revision", "sha256", "stored")}
     return OpenModel.of(source, *parts, **named).only(model.chosen)
+
+
+@known_state()
+def open_streamed(
+    path_or_id: str | Path | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    attention: Attention | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    show_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> OpenModel:
+    """Open a checkpoint whose blocks are read from its files as they run, for `survey`, `spectra` and `prune_model`.
+
+    The attention of the first and the last block that attend is verified on opening. That weights are finite is seen
+    when a block is first read. A checkpoint that cannot be read so is opened whole.
+
+    Args:
+        path_or_id, dtype, device, revision, attention: as in `open_model`.
+        say: told in a line why the model was opened whole, if it was, and of a dtype in which this processor is slow.
+        show_progress: told (bytes done, bytes in all) while the files are hashed; it may raise to stop.
+
+    Raises:
+        UsageError, WorkError: as `open_model` does.
+    """
+    check_dtype(dtype)
+    target = loading.usable_device(device)
+    try:
+        with loading.without_progress_bars():
+            checkpoint = loading.Checkpoint.at(path_or_id, revision).of_one_commit()
+            tensors = checkpoint_tensors(checkpoint.place, dtype, checkpoint.revision)
+            if tensors.model.config.is_encoder_decoder:
+                raise CannotReadLazily("encoder and decoder read each other")
+            model = OpenModel.of(
+                *_streamed_parts(tensors, Source.of_transformers(tensors.model, attention), target),
+                tokenizer=loading.load_tokenizer(checkpoint.place, checkpoint.revision),
+                **checkpoint.identity(show_progress),
+            )
+    except (CannotReadLazily, *loading.LOADING_ERRORS) as error:
+        how: dict[str, Any] = {"device": device, "revision": revision, "attention": attention}
+        model = open_model(path_or_id, dtype=dtype, say=say, **how)
+        say(f"opened whole, since {loading.reason_of(error)}")
+        return model
+    say_if_slow(model.hf.dtype, target, say)
+    return model
+
+
+def _streamed_parts(tensors: Any, source: Source, device: torch.device) -> Any:
+    """Return what `OpenModel.of` takes of a skeleton, verified; its blocks are read as they run from then on."""
+    model = tensors.model
+    with filled_with_rows(model, 0.0):
+        structure = find_structure(source)
+    blocks = StreamedBlocks(tensors, structure, device)
+    blocks.load_rest()
+    with filled_with_rows(model, 0.0, device):
+        calls = capture_calls(model, structure, source.small_pass(1))
+    for layer in (structure.attending[0], structure.attending[-1]):
+        with blocks.present(layer), filled_with_rows(model, 2**-6, device):
+            try:
+                inputs = verify_attention(model, structure, source.small_pass(VERIFIED_LENGTH))
+            except WorkError as error:
+                raise CannotReadLazily(str(error)) from error
+            blocks.unswept = _why_not_swept(source, structure)
+    blocks.readings = [0] * len(blocks.names)
+    blocks.read_as_they_run()
+    return source, structure, calls, inputs, blocks
+
+
+def _why_not_swept(source: Source, structure: Structure) -> str | None:
+    """Say why passes through one block at a time differ from a whole pass; None where they agree."""
+    run, sweep = source.small_pass(VERIFIED_LENGTH), Sweep(structure.blocks)
+    with torch.no_grad():
+        whole = first_output(run())
+        try:
+            for layer in range(len(structure.blocks)):
+                with sweep.block(layer):
+                    swept = first_output(run())
+        except (WorkError, *loading.RUNNING_ERRORS) as error:
+            return loading.reason_of(error)
+    return None if torch.equal(swept, whole) else "its blocks need more than what the ones before them leave"
+
+
+def training_source(model: nn.Module | OpenModel) -> Source:
+    """Return the `Source` of a model in training, which is run by all ranks together, if it is sharded."""
+    if isinstance(model, OpenModel):
+        register_spread(model.root)  # it may have been spread since it was opened
+        return model.source
+    register_spread(model)
+    inner = unwrap(model)
+    source = Source.of_transformers(inner, entry=gathering_entry(model, inner))
+    loading.usable_device(source.device)
+    return source
+
+
+def unwrap(model: nn.Module) -> PreTrainedModel:
+    """Return the `transformers` model inside DDP, FSDP, DeepSpeed, DataParallel, `torch.compile` or PEFT."""
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        if isinstance(getattr(inner, "_orig_mod", None), nn.Module):
+            inner = inner._orig_mod
+        elif isinstance(getattr(inner, "module", None), nn.Module):
+            inner = inner.module
+        elif callable(getattr(inner, "get_base_model", None)):
+            if prompts := [c for c in inner.peft_config.values() if getattr(c, "is_prompt_learning", False)]:
+                raise UsageError(
+                    f"{type(inner).__name__} has learned prompts ({prompts[0].peft_type.value}), which are outside of "
+                    "the model that theodolite reads: give model.get_base_model() to measure it without them"
+                )
+            inner = inner.get_base_model()
+        else:
+            raise UsageError(
+                f"{type(model).__name__} holds no model of transformers: give open_module(model, vocabulary=…)"
+            )
+    if any(getattr(module, "attention_type", None) == "block_sparse" for module in inner.modules()):
+        raise UsageError(
+            f"{type(inner).__name__} turns itself to full attention for good as it reads a short text: call its "
+            'set_attention_type("original_full") first'
+        )
+    return inner
+
+
+def autocast_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the dtype that products are rounded to in training: by autocast, or by accelerate's around `forward`."""
+    device = device_of(model).type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    if not hasattr(model, "_original_forward"):
+        return None
+    from accelerate.state import AcceleratorState
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(AcceleratorState().mixed_precision)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Guard the model (`guarded`), and restore PyTorch's random state on leaving."""
+    devices = {parameter.device for parameter in model.parameters()}
+    with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), guarded(model), as_sharded(model):
+        yield

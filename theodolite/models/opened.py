@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,8 +20,7 @@ from theodolite.models.calls import Calls
 from theodolite.models.guard import between_passes, measures, once_a_pass
 from theodolite.models.source import Inputs, Source, decode_greedily
 from theodolite.models.stored.checkpoint_tensors import StreamedBlocks
-from theodolite.models.stored.dequantised import dequantised, quantised_layers
-from theodolite.models.stored.weights_checksum import Weights, weights_checksum, weights_sha256
+from theodolite.models.stored.dequantised import dequantised, has_own_class, quantised_layers
 from theodolite.models.structure import NoAttention, Structure, first_output
 from theodolite.models.structure_search import positions_of, recorded_inputs
 from theodolite.models.weights.head_weights import (
@@ -29,8 +29,29 @@ from theodolite.models.weights.head_weights import (
     read_output_weights,
     state_of,
 )
-from theodolite.models.weights.weight_map import WeightMaps
+from theodolite.models.weights.weight_map import WeightMaps, own_parameter
 from theodolite.system.choices import check_whole
+from theodolite.system.files import digest
+from theodolite.system.processor import parallel_map
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The identity of an opened model's weights.
+
+    `sha256` is that of the checkpoint on disk, if that was local, or of the tensors where they were `changed` or the
+    model was opened `in_memory`; `revision` is the commit on the hub, if they are still those.
+    """
+
+    sha256: str | None
+    revision: str | None
+    changed: bool = False
+    in_memory: bool = False
+
+    def described(self) -> dict[str, str | None]:
+        """Return what a run's provenance records of them."""
+        where = "in memory, changed" if self.changed else "in memory" if self.in_memory else None
+        return {"revision": self.revision, "sha256": self.sha256, **({"weights": where} if where else {})}
 
 
 @dataclass(frozen=True, repr=False)
@@ -399,3 +420,44 @@ class OpenModel:
         heads = self.heads_of[layer]
         if not 0 <= head < heads:
             raise UsageError(f"head {head} does not exist: this model has heads 0 to {heads - 1}")
+
+
+def weights_checksum(model: nn.Module) -> int:
+    """Sum names, types, shapes and bytes of all weights in memory.
+
+    A write to `.data` leaves the version counters of tensors as they are, so all are read, at 2 GB a second.
+    """
+    return zlib.crc32(repr(parallel_map(_crc, list(_weights(model).items()))).encode())
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """Hash the weights in memory, to name them."""
+    return digest({name: tensor.detach().cpu().contiguous() for name, tensor in _weights(model).items()})
+
+
+def _crc(named: tuple[str, Tensor]) -> tuple[str, str, tuple[int, ...], int]:
+    name, tensor = named
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return name, str(tensor.dtype), tuple(tensor.shape), zlib.crc32(values.data)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and the buffers that checkpoints hold, each once; what an intervention replaced, as it was."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, module in model.named_modules():
+        held = {name: own_parameter(module, name, p) for name, p in module._parameters.items()}
+        held |= {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in held.items():
+            if tensor is not None and not tensor.is_meta:
+                found.setdefault(id(tensor), (f"{path}.{name}", tensor))
+    return dict(part for named in found.values() for part in _parts(*named))
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensor, or the plain ones that one of a quantiser's class is made of."""
+    if not has_own_class(tensor):
+        yield name, tensor
+        return
+    parts: Any = tensor
+    for part in parts.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{part}", getattr(tensor, part))

@@ -269,14 +269,12 @@ def _frozen_norm(layer_pass: LayerPass, dtype: torch.dtype) -> FrozenNorm | None
     """Freeze the norm before the heads at the stream of a pass; None where there is none."""
     if layer_pass.norm is None:
         return None
-    copy = copy_in_dtype(layer_pass.norm, dtype)
-    # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
-    norm_dtype = dtype if copy is not layer_pass.norm else layer_pass.stream.dtype
+    copy, name = copy_in_dtype(layer_pass.norm, dtype), type(layer_pass.norm).__name__
 
     def norm(x: Tensor) -> Tensor:
-        return copy(x.to(norm_dtype)).to(x.dtype)
+        return copy(x).to(x.dtype)
 
-    tolerance, name = _tolerance(layer_pass.stream, layer_pass.entered), type(layer_pass.norm).__name__
+    tolerance = _tolerance(layer_pass.stream, layer_pass.entered)
     return FrozenNorm(norm, layer_pass.stream.to(dtype), layer_pass.entered, name, tolerance)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
+from theodolite.models.open import unwrap
 from theodolite.models.training.shards import is_of_deepspeed
-from theodolite.models.training.training_model import unwrap
 from theodolite.train.alarms import alarm_lines
 from theodolite.train.geometry import Ranks
 from theodolite.train.locater import Locater, Strength

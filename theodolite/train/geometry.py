@@ -25,9 +25,8 @@ from theodolite.measure.heads import head_columns, heads_that_are, with_errors
 from theodolite.measure.localization import MOMENTS, layer_moments, logit_norm
 from theodolite.models import OpenModel
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.models.open import verified_parts
+from theodolite.models.open import autocast_dtype, evaluation_mode, training_source, verified_parts
 from theodolite.models.training.shards import is_spread, parallel_group
-from theodolite.models.training.training_model import autocast_dtype, evaluation_mode, training_source
 from theodolite.passes.corpus_pass import check_fit
 from theodolite.theory.regimes import UNDEFINED, regime
 

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
-from theodolite.models.open import on_a_few_tokens
+from theodolite.models.open import evaluation_mode, on_a_few_tokens, training_source
 from theodolite.models.opened import OpenModel
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training import shards
 from theodolite.models.training.shards import GatheredParameters, GradientShard
-from theodolite.models.training.training_model import evaluation_mode, training_source
 from theodolite.models.weights.weight_map import LogitRows, Projection, Projections, find_projections
 from theodolite.theory.checks import check_real
 
@@ -203,7 +202,7 @@ class Locater:
                 "backward and the optimizer's step"
             )
         value, gradients = self._gathered(strengths)
-        return _Attached.apply(value, gradients, *(shard.parameter for shard in gradients))
+        return _Attached.apply(value, gradients, *(parameter for parameter, _ in gradients))
 
     def add_gradient(self, step: int | None = None, factor: float = 1.0) -> Float[Tensor, ""]:
         """Add the penalty's gradient to that of the loss, between `loss.backward()` and the optimizer's step.
@@ -218,8 +217,8 @@ class Locater:
                 return _sum([self._added(layer, strengths, factor) for layer in self._projections])
             shards.check_deepspeed_has_gradients(self._model)
             value, gradients = self._gathered(strengths)
-            for shard in gradients:
-                shard.add(factor)
+            for parameter, gradient in gradients:
+                shards.add_to_gradient(parameter, gradient * factor)
         return value
 
     def _added(self, layer: Projections, strengths: tuple[float, float], factor: float) -> Tensor:
@@ -322,7 +321,7 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> tuple[Any, ...]:
-        return None, None, *(shard.gradient * slope for shard in ctx.gradients)
+        return None, None, *(gradient * slope for _, gradient in ctx.gradients)
 
 
 def warm_up(strength: float, steps: int) -> Callable[[int], float]:
@@ -343,7 +342,8 @@ def check_held(model: nn.Module, held: dict[str, Any], what: str, kind: str) -> 
     """Raise `UsageError` unless a model still has the weights of these names at the places where they were found."""
     # By name, since a replacement may keep the old module inside, as an adapter does.
     for name, place in held.items():
-        if model.get_submodule(name.rpartition(".")[0]) is not place.module or not place.is_there:
+        module = model.get_submodule(name.rpartition(".")[0])
+        if module is not place.module or place.name not in module._parameters:
             raise UsageError(
                 f"{name} is no longer the {what} that this {kind} was made for (an adapter, or quantised?): make "
                 f"a new {kind} after the model is changed"

@@ -13,11 +13,10 @@ from transformers import TrainerState
 
 from theodolite.errors import UsageError
 from theodolite.models.calls import capture_calls
-from theodolite.models.open import on_a_few_tokens
+from theodolite.models.open import evaluation_mode, on_a_few_tokens, training_source
 from theodolite.models.opened import OpenModel
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training.shards import is_of_deepspeed, parallel_group
-from theodolite.models.training.training_model import evaluation_mode, training_source
 from theodolite.models.weights.weight_map import POSITIONS, find_logit_rows
 from theodolite.train.callbacks import FOLDER, GeometryCallback
 from theodolite.train.geometry import Geometry

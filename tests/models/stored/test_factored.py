@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from theodolite.errors import WorkError
 from theodolite.models.stored.factored import PrunedMatrix, packed, packed_block, read_matrices, unpacked
-from theodolite.system.files import read_checked, write_checked
+from theodolite.system.files import write_checked
 
 
 @settings(max_examples=60, deadline=None)
@@ -71,20 +71,9 @@ def test_pieces_come_back_from_their_file_and_are_sums(tmp_path):
     assert torch.equal(second.merged(), second.sparse)
 
 
-@pytest.mark.parametrize(
-    ("name", "part", "said"),
-    [
-        ("values", torch.ones(2), "2 values for 16 bits"),
-        ("bits", torch.zeros(2, dtype=torch.uint8), "2 bytes of bits for 20 entries"),
-    ],
-)
-def test_parts_that_do_not_belong_together_are_refused(name, part, said, tmp_path):
+def test_a_damaged_file_is_refused(tmp_path):
     path = tmp_path / "block.safetensors"
     write_checked(path, *packed_block(_pieces(), {}))
-    tensors, notes = read_checked(path)
-    write_checked(path, tensors | {f"q/{name}": part}, notes)
-    with pytest.raises(WorkError, match=rf"block\.safetensors is damaged: .*{said}"):
-        read_matrices(path)
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(WorkError, match=r"block\.safetensors is damaged"):
         read_matrices(path)

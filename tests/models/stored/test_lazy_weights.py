@@ -18,8 +18,8 @@ from tests.calls import call
 from tests.checkpoints import edited, with_tensors
 from tests.models.test_every_family import check_read_by_blocks, opened_whole, same_run
 from theodolite.errors import UsageError, WorkError
-from theodolite.models import open_model, open_streamed, verification
-from theodolite.models.stored import lazy_weights as reading
+from theodolite.models import open as reading
+from theodolite.models import open_model, open_streamed, structure_search
 from theodolite.passes.survey import spectra
 
 
@@ -77,12 +77,14 @@ def _whole(folder: Path) -> str:
 
 def test_what_cannot_be_read_by_layers_is_opened_whole_and_says_so(checkpoint, monkeypatch):
     folder = checkpoint("llama3")
-    check, verify = verification.check_recomputed, verification.verify_attention
+    check, verify = structure_search.check_recomputed, structure_search.verify_attention
 
-    def off(*given):
+    def off(*given, **of_the_whole):
+        if of_the_whole:
+            return verify(*given, **of_the_whole)
         with monkeypatch.context() as patch:
             patch.setattr(
-                verification, "check_recomputed", lambda at, a, b, *rest: check(at, a, 1.01 * b, *rest)
+                structure_search, "check_recomputed", lambda at, a, b, *rest: check(at, a, 1.01 * b, *rest)
             )
             return verify(*given)
 

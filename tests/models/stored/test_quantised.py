@@ -25,8 +25,8 @@ from theodolite.errors import UsageError, WorkError
 from theodolite.logits.constituents import constituents
 from theodolite.models import open_model
 from theodolite.models.guard import guarded
+from theodolite.models.open import open_streamed
 from theodolite.models.stored.dequantised import EXACT, dequantised, has_own_class, quantised_layers
-from theodolite.models.stored.lazy_weights import open_streamed
 from theodolite.passes.survey import spectra, survey
 from theodolite.sinks.trace import trace_sinks
 from theodolite.train.geometry import GeometryReader

@@ -11,7 +11,7 @@ from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.logits.constituents import constituents
 from theodolite.models import OpenModel
-from theodolite.models.stored.weights_checksum import weights_checksum
+from theodolite.models.opened import weights_checksum
 from theodolite.passes.corpus_pass import fingerprint_of
 from theodolite.passes.run import Run, describe_model
 from theodolite.passes.survey import spectra, survey

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.models.guard import without_autocast
-from theodolite.models.one_row import in_one_row, joined_in_row, split_by_context
+from theodolite.models.one_row import in_one_row, split_by_context
 
 Tap = Callable[[nn.Module, AttentionInputs], Tensor]
 """Gets the attention module and its inputs; returns the output, (batch, queries, heads, value_width)."""
@@ -65,7 +65,7 @@ def answered(module: nn.Module, inputs: AttentionInputs) -> Tensor:
         if changed is module:
             answer = functools.partial(_intervened, intervene, answer)
     with without_autocast():
-        return joined_in_row(answer(inputs)) if row else answer(inputs)
+        return answer(inputs).flatten(0, 1).unsqueeze(0) if row else answer(inputs)
 
 
 def _intervened(intervene: Intervention, answer: Answer, inputs: AttentionInputs) -> Tensor:

@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
@@ -22,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -43,9 +42,8 @@ class CannotReadLazily(WorkError):
 class CheckpointTensors:
     """A skeleton, and where the checkpoint keeps its tensors.
 
-    Attributes:
-        kinds: the checkpoint's name of each tensor → its file and its type there; `names`: → the model's name.
-        changes: what `transformers` does to names and tensors of this architecture on loading.
+    `kinds` has of each of its names the file and the type there, `names` the model's name; `changes` are what
+    `transformers` does to names and tensors of this architecture on loading.
     """
 
     model: PreTrainedModel
@@ -81,9 +79,7 @@ class CheckpointTensors:
             raise CannotReadLazily(f"{what} is quantised ({min(outcome.unexpected_keys)})")
 
 
-def checkpoint_tensors(
-    source: str | Path, dtype: str | torch.dtype, revision: str | None
-) -> loading.StoredTensors:
+def checkpoint_tensors(source: str | Path, dtype: str | torch.dtype, revision: str | None) -> Any:
     """Make the skeleton of a checkpoint, with the places of its tensors, named as `transformers`' own loader does."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -185,7 +181,7 @@ class StreamedBlocks:
         unswept: why passes cannot go through the blocks together (`Sweep`); None where they can.
     """
 
-    def __init__(self, tensors: loading.StoredTensors, structure: Structure, device: torch.device) -> None:
+    def __init__(self, tensors: Any, structure: Structure, device: torch.device) -> None:
         self._tensors, self._structure, self._device = tensors, structure, device
         name_of = {module: name for name, module in tensors.model.named_modules()}
         if len(set(structure.blocks)) < len(structure.blocks):
@@ -203,20 +199,18 @@ class StreamedBlocks:
             yield
             return
         block, name = self._structure.blocks[layer], self.names[layer]
-        self._present.add(layer)
-        try:
-            with put_back(block):
-                # What is read within a pass without gradients is written to after it, too.
-                with torch.inference_mode(False), torch.no_grad():
-                    self._tensors.load(lambda of: of.startswith(name + "."), name, self._device)
-                    self.readings[layer] += 1
-                    if self.readings[layer] == 1:
-                        loading.refuse_nonfinite_weights(block, name + ".")
-                    if self._change is not None:
-                        self._change(layer)
-                yield
-        finally:
-            self._present.remove(layer)
+        with put_back(block), ExitStack() as undo:
+            # What is read within a pass without gradients is written to after it, too.
+            with torch.inference_mode(False), torch.no_grad():
+                self._tensors.load(lambda of: of.startswith(name + "."), name, self._device)
+                self.readings[layer] += 1
+                if self.readings[layer] == 1:
+                    loading.refuse_nonfinite_weights(block, name + ".")
+                self._present.add(layer)
+                undo.callback(self._present.remove, layer)
+                if self._change is not None:
+                    self._change(layer)
+            yield
 
     def load_rest(self) -> None:
         """Read, for good, what lies outside the blocks."""
@@ -226,9 +220,6 @@ class StreamedBlocks:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(self._device)
-        missing = [n for n, tensor in model.state_dict().items() if tensor.is_meta and self._is_outside(n)]
-        if missing:
-            raise CannotReadLazily(f"the weights do not hold {missing[0]}")
         loading.refuse_nonfinite_weights(model)
 
     def _is_outside(self, name: str) -> bool:
@@ -281,12 +272,6 @@ class StreamedBlocks:
             size += sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
         write_text(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2) + "\n")
-
-
-def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write a model in memory as `transformers` does, which would import DeepSpeed, for seconds, to unwrap it."""
-    with patch.object(modeling_utils, "unwrap_model", lambda model: model):
-        model.save_pretrained(folder)
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:

@@ -12,8 +12,9 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from jaxtyping import Float64
@@ -120,43 +121,33 @@ def _explains(weight: Float64[Tensor, "outputs width"], answer: Answer) -> bool:
         # A fixed grid rounds sizes differently; none is above one, which more of the fixed ranges would cut.
         for size in (1.0, 0.7, 1 / 3):
             answers = answer(size * rows) / size
-            off = (
-                torch.linalg.vector_norm(answers - expected) if answers.shape == expected.shape else torch.inf
-            )
+            if answers.shape != expected.shape:
+                return False
+            off = torch.linalg.vector_norm(answers - expected)
             if not off <= error * torch.linalg.vector_norm(expected):
                 return False
     return True
 
 
 @contextmanager
-def not_repacked(model: nn.Module) -> Iterator[None]:
-    """Let passes leave bitsandbytes' 4-bit layers as they are while open.
+def kept_as_quantised(model: nn.Module) -> Iterator[None]:
+    """Let passes leave bitsandbytes' 4-bit layers as they are while open, and its 8-bit ones warn of nothing.
 
-    On a CPU that multiplies in bfloat16, their first pass in evaluation mode rounds their scales to it, for good.
+    On a CPU that multiplies in bfloat16, the first pass of 4-bit layers in evaluation mode rounds their scales to it,
+    for good; 8-bit ones say at each call that they round their inputs.
     """
     layers: list[Any] = [m for m in model.modules() if getattr(m, "support_avx512bf16_for_cpu", False)]
-    for layer in layers:
-        layer.support_avx512bf16_for_cpu = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.support_avx512bf16_for_cpu = True
-
-
-@contextmanager
-def without_cast_warnings() -> Iterator[None]:
-    """Keep bitsandbytes' 8-bit layers from saying at each call that they round their inputs, while open."""
-
-    def says_other(record: logging.LogRecord) -> bool:
-        return "inputs will be cast" not in record.getMessage()
-
     logger = logging.getLogger("bitsandbytes.autograd._functions")
-    logger.addFilter(says_other)
-    try:
+    with ExitStack() as undo:
+        logger.addFilter(_is_no_cast)
+        undo.callback(logger.removeFilter, _is_no_cast)
+        for layer in layers:
+            undo.enter_context(patch.object(layer, "support_avx512bf16_for_cpu", False))
         yield
-    finally:
-        logger.removeFilter(says_other)
+
+
+def _is_no_cast(record: logging.LogRecord) -> bool:
+    return "inputs will be cast" not in record.getMessage()
 
 
 def _answers(name: str, layer: nn.Module, width: int) -> Answer:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
 import torch
 from jaxtyping import Float, Int64, UInt8
 from safetensors.torch import load_file
@@ -24,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from theodolite.errors import WorkError, first_line
+from theodolite.errors import WorkError
 from theodolite.models.guard import MAKING
 from theodolite.system.files import read_checked
 
@@ -75,7 +74,13 @@ def unpacked_block(
     tensors: dict[str, Tensor], block: dict[str, Any]
 ) -> tuple[list[PrunedMatrix], dict[str, Any]]:
     """Unpack what `packed_block` made; `KeyError`, `TypeError` or `ValueError` where it did not make it."""
-    return [_matrix(header, tensors) for header in block["matrices"]], block["notes"]
+    matrices = []
+    for header in block["matrices"]:
+        key, shape = header["key"], tuple(header.pop("shape"))
+        sparse = unpacked(tensors[f"{key}/values"], tensors[f"{key}/bits"], shape)
+        rows, left, right = (tensors.get(f"{key}/{name}") for name in ("rows", "left", "right"))
+        matrices.append(PrunedMatrix(**header, rows=rows, sparse=sparse, left=left, right=right))
+    return matrices, block["notes"]
 
 
 def read_matrices(path: Path) -> tuple[list[PrunedMatrix], dict[str, Any]]:
@@ -84,13 +89,6 @@ def read_matrices(path: Path) -> tuple[list[PrunedMatrix], dict[str, Any]]:
         return unpacked_block(*read_checked(path))
     except (KeyError, TypeError, ValueError) as error:
         raise WorkError(f"{path} is damaged: {error}") from error
-
-
-def _matrix(header: dict[str, Any], tensors: dict[str, Tensor]) -> PrunedMatrix:
-    key, shape = header["key"], tuple(header.pop("shape"))
-    sparse = unpacked(tensors[f"{key}/values"], tensors[f"{key}/bits"], shape)
-    rows, left, right = (tensors.get(f"{key}/{name}") for name in ("rows", "left", "right"))
-    return PrunedMatrix(**header, rows=rows, sparse=sparse, left=left, right=right)
 
 
 def packed(
@@ -105,16 +103,11 @@ def packed(
 def unpacked(
     values: Float[Tensor, " nonzeros"], bits: UInt8[Tensor, " bytes"], shape: tuple[int, int]
 ) -> Float[Tensor, "outputs inputs"]:
-    """Unpack the matrix; `ValueError` where bits and values do not belong together, or not to this shape."""
-    entries = shape[0] * shape[1]
-    if len(bits) != -(-entries // 8):
-        raise ValueError(f"{len(bits)} bytes of bits for {entries} entries")
-    nonzero = torch.from_numpy(np.unpackbits(bits.numpy(), count=entries)).bool()
-    if int(nonzero.sum()) != len(values):
-        raise ValueError(f"{len(values)} values for {int(nonzero.sum())} bits")
-    matrix = torch.zeros(entries, dtype=values.dtype)
+    """Unpack the matrix that `packed` packed."""
+    nonzero = torch.from_numpy(np.unpackbits(bits.numpy(), count=shape[0] * shape[1])).bool().view(shape)
+    matrix = torch.zeros(shape, dtype=values.dtype)
     matrix[nonzero] = values
-    return matrix.view(shape)
+    return matrix
 
 
 def is_factored(folder: Path) -> bool:
@@ -124,26 +117,16 @@ def is_factored(folder: Path) -> bool:
 
 def dense_tensors(model: PreTrainedModel, pruned: set[str]) -> dict[str, Tensor]:
     """Return all tensors in memory but the pruned parameters; of tied ones, the one that the others are tied to."""
-    tied = model.all_tied_weights_keys
-    tensors: dict[str, Tensor] = {}
-    written: set[tuple[int, int]] = set()
-    for name, tensor in sorted(model.state_dict().items(), key=lambda item: item[0] in tied):
-        at = (tensor.data_ptr(), tensor.numel())
-        if name not in pruned and not tensor.is_meta and not (name in tied and at in written):
-            tensors[name] = tensor.contiguous().cpu()
-            written.add(at)
-    return tensors
+    left_out = pruned | model.all_tied_weights_keys.keys()
+    tensors = model.state_dict().items()
+    return {n: t.contiguous().cpu() for n, t in tensors if n not in left_out and not t.is_meta}
 
 
-def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedModel:
-    """Load the model of such a checkpoint, with the parts of every matrix added up; `WorkError` where it is damaged."""
-    try:
-        dense = load_file(folder / DENSE)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise WorkError(f"{folder / DENSE} is damaged: {error}") from error
+def load_factored(architecture: Any, config: Any, folder: Path) -> tuple[PreTrainedModel, set[str]]:
+    """Load the model of such a checkpoint, with the parts of every matrix added up; also returns what it lacks."""
     with MAKING, no_init_weights():
         model = architecture._from_config(config)
-    loaded = model.load_state_dict(dense, strict=False, assign=True)
+    loaded = model.load_state_dict(load_file(folder / DENSE), strict=False, assign=True)
     if loaded.unexpected_keys:
         raise WorkError(f"{folder / DENSE} has tensors of another architecture: {loaded.unexpected_keys[0]}")
     missing = set(loaded.missing_keys)
@@ -152,31 +135,21 @@ def load_factored(architecture: Any, config: Any, folder: Path) -> PreTrainedMod
         for matrix in read_matrices(path)[0]:
             parts.setdefault(matrix.parameter, []).append(matrix)
         for name, matrices in parts.items():
-            try:
-                _put(model, name, matrices)
-            except (ValueError, AttributeError, IndexError, RuntimeError) as error:
-                raise WorkError(f"{folder} is damaged: {name}: {first_line(error)}") from error
+            _put(model, name, matrices)
         missing -= parts.keys()
     model.tie_weights()
-    missing -= model.all_tied_weights_keys.keys()
-    if missing:
-        raise WorkError(f"{folder} lacks {len(missing)} of the model's tensors (first: {min(missing)})")
     if (folder / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model
+    return model, missing - model.all_tied_weights_keys.keys()
 
 
 def _put(model: PreTrainedModel, name: str, matrices: Sequence[PrunedMatrix]) -> None:
-    """Give the model a parameter, of which the matrices are every entry once; any error where they are not."""
+    """Give the model a parameter, of which the matrices are every entry once."""
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     weight = torch.empty_like(getattr(module, attribute), dtype=matrices[0].sparse.dtype)
-    filled = torch.zeros_like(weight, dtype=torch.bool)
     for matrix in matrices:
-        for whole, part in ((weight, matrix.merged()), (filled, torch.ones(1, dtype=torch.bool))):
-            whole = whole if matrix.expert is None else whole[matrix.expert]
-            whole = whole if matrix.dimension == 0 else whole.T
-            whole[slice(None) if matrix.rows is None else matrix.rows] = part
-    if sum(matrix.sparse.numel() for matrix in matrices) != weight.numel() or not filled.all():
-        raise ValueError(f"{', '.join(matrix.key for matrix in matrices)} are not every entry once")
+        whole = weight if matrix.expert is None else weight[matrix.expert]
+        whole = whole if matrix.dimension == 0 else whole.T
+        whole[slice(None) if matrix.rows is None else matrix.rows] = matrix.merged()
     module.register_parameter(attribute, nn.Parameter(weight, requires_grad=False))

@@ -93,12 +93,11 @@ vocabulary whole before it merges; `transformers` does neither."""
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: its file and first byte there; its type, its shape (rows first), and that of its bytes."""
+    """Where a tensor lies: its file and first byte there; its type, and the shape of its bytes (rows first)."""
 
     path: Path
     start: int
     kind: gguf.GGMLQuantizationType
-    shape: tuple[int, ...]
     bytes: tuple[int, ...]
 
 
@@ -119,7 +118,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[tuple[str, StoredTens
         if number not in list(gguf.GGMLQuantizationType):
             raise ValueError(f"tensor {name} is of type {number}, unknown to gguf {package_version('gguf')}")
         kind = gguf.GGMLQuantizationType(number)
-        tensor = StoredTensor(path, place + offset, kind, shape, gguf.quant_shape_to_byte_shape(shape, kind))
+        tensor = StoredTensor(path, place + offset, kind, gguf.quant_shape_to_byte_shape(shape, kind))
         if tensor.start + math.prod(tensor.bytes) > data.size:
             raise ValueError(f"tensor {name}: the file is cut short")
         tensors.append((name, tensor))
@@ -172,15 +171,12 @@ class GgufFile:
         return {key.removeprefix(prefix): v for key, v in self.fields.items() if key.startswith(prefix)}
 
     def quantisation(self) -> dict[str, Any]:
-        """Say how the weights are stored: by the file's own name for it, else by the type of most of them."""
-        counts, elements = Counter[str](), Counter[str]()
-        for tensor in self.tensors.values():
-            counts[tensor.kind.name] += 1
-            elements[tensor.kind.name] += math.prod(tensor.shape)
+        """Say how the weights are stored: by the file's own name for it, else by the type of the largest."""
+        counts = Counter(tensor.kind.name for tensor in self.tensors.values())
         try:
             name = LlamaFileType(self.fields["general.file_type"]).name
         except (KeyError, ValueError):
-            name = elements.most_common(1)[0][0]
+            name = max(self.tensors.values(), key=lambda tensor: math.prod(tensor.bytes)).kind.name
         name = name.removeprefix("MOSTLY_").removeprefix("ALL_")
         return {"gguf": name, "tensor_types": dict(counts.most_common())}
 
@@ -234,7 +230,7 @@ def gguf_config(path: Path) -> Any:
         width = settings["hidden_size"] // settings["num_attention_heads"]
         settings["head_dim"] = metadata.get("attention.key_length", width)
     if "token_embd.weight" in tensors:
-        settings["vocab_size"] = tensors["token_embd.weight"].shape[0]
+        settings["vocab_size"] = tensors["token_embd.weight"].bytes[0]
     settings["tie_word_embeddings"] = "output.weight" not in tensors
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         settings[f"{name}_token_id"] = file.fields.get(f"tokenizer.ggml.{key}_token_id")
@@ -332,8 +328,7 @@ class GgufTensors:
             holder = self.model.get_submodule(module)
             skeleton = getattr(holder, own)
             tensor = self._decoded(name, skeleton.shape).to(device, skeleton.dtype)
-            is_parameter = isinstance(skeleton, nn.Parameter)
-            setattr(holder, own, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+            setattr(holder, own, nn.Parameter(tensor, requires_grad=False))
 
     def _decoded(self, name: str, shape: torch.Size) -> Tensor:
         parsed: dict[str, Any] = {"tensors": {}}  # where processors put what several tensors make up

@@ -10,11 +10,11 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -229,28 +229,31 @@ def load(
             f"{source} has an adapter beside its weights, which PEFT reads: pip install peft, or merge it"
         )
     on_meta(source, architecture, config)  # refuses what is larger than its files, before it is read
+    model: Any
     if is_factored(folder):
-        factored: Any = load_factored(architecture, config, folder)
-        return factored if dtype == "auto" else factored.to(dtype_named(dtype, factored.dtype))
-    with ExitStack() as stack, MAKING:
-        # What is offloaded in another form than the checkpoint's (most experts) goes there.
-        offload = (
-            TemporaryDirectory(prefix="theodolite-offload-") if device_map is not None else nullcontext()
-        )
-        model, info = (architecture or AutoModel).from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            device_map=device_map,
-            offload_folder=stack.enter_context(offload),
-            revision=revision,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-        weakref.finalize(model, stack.pop_all().close)
-    refuse_left_over(source, model, sorted(info["unexpected_keys"]))
-    missing = sorted(info["missing_keys"])
+        model, lacking = load_factored(architecture, config, folder)
+        if dtype != "auto":
+            model = model.to(dtype_named(dtype, model.dtype))
+    else:
+        # What is offloaded in another form than the checkpoint's (most experts) goes to a folder.
+        offload = None if device_map is None else TemporaryDirectory(prefix="theodolite-offload-")
+        with MAKING:
+            model, info = (architecture or AutoModel).from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                device_map=device_map,
+                offload_folder=offload and offload.name,
+                revision=revision,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        if offload is not None:
+            weakref.finalize(model, offload.cleanup)
+        refuse_left_over(source, model, sorted(info["unexpected_keys"]))
+        lacking = info["missing_keys"]
+    missing = sorted(lacking)
     if missing:
         raise WorkError(
             f"{source} lacks {len(missing)} of the model's tensors (first: {missing[0]}): the weights belong "
@@ -259,17 +262,7 @@ def load(
     return model if adapter is None else with_adapter_merged(model, adapter)
 
 
-class StoredTensors(Protocol):
-    """A skeleton, and what loads its tensors."""
-
-    @property
-    def model(self) -> PreTrainedModel: ...  # noqa: D102
-
-    def load(self, wanted: Callable[[str], bool], what: str, device: torch.device | str = "cpu") -> None:
-        """Give the skeleton the tensors whose names in the model are wanted; `what` is a name for all of them."""
-
-
-def gguf_tensors(path: Path, architecture: Any, config: Any, dtype: Any) -> StoredTensors:
+def gguf_tensors(path: Path, architecture: Any, config: Any, dtype: Any) -> Any:
     """Make the skeleton of a GGUF model, with the places of its tensors; of dtype "auto" they become float32."""
     skeleton = build_skeleton(on_meta(path, architecture, config, dtype_named(dtype, torch.float32)))
     return gguf_module().GgufTensors(path, skeleton)
@@ -339,17 +332,12 @@ def refuse_nonfinite_weights(model: nn.Module, prefix: str = "") -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta or parameter.dtype not in FLOATS.values() or has_own_class(parameter):
             continue
-        # One such number spoils a sum, which is read at the speed of memory; a sum may overflow by itself. It is of a
-        # part at a time, of which there is a copy in the wider type.
-        wider = torch.promote_types(parameter.dtype, torch.float32)
-        total = sum(part.sum(dtype=wider) for part in parameter.detach().reshape(-1).split(2**22))
-        if math.isfinite(total) or torch.isfinite(parameter).all():
-            continue
-        kind = "NaN" if torch.isnan(parameter).any() else "infinite"
-        why = ": the checkpoint is broken, nothing to measure"
-        if kind == "infinite" and parameter.dtype == torch.float16:
-            why = " in float16: try --dtype float32"
-        raise WorkError(f"tensor {prefix}{name} holds {kind} values{why}")
+        if parameter.numel() and not all(map(math.isfinite, ends := parameter.detach().aminmax())):
+            kind = "NaN" if math.isnan(ends.min) else "infinite"
+            why = ": the checkpoint is broken, nothing to measure"
+            if kind == "infinite" and parameter.dtype == torch.float16:
+                why = " in float16: try --dtype float32"
+            raise WorkError(f"tensor {prefix}{name} holds {kind} values{why}")
 
 
 def hash_checkpoint(

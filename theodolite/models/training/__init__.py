@@ -1,1 +1,1 @@
-"""Models that are being trained: found inside wrappers, sharded over ranks, with adapters."""
+"""Models that are being trained: sharded over ranks, with adapters."""

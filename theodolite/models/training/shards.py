@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -244,25 +244,21 @@ def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
     return replace(inputs, **joined, sink=sink)
 
 
-@dataclass(frozen=True)
-class GradientShard:
-    """A rank's shard of the gradient of a parameter; with DeepSpeed all of it."""
+GradientShard = tuple[Tensor, Tensor]
+"""A parameter, and a rank's shard of its gradient; with DeepSpeed all of it."""
 
-    parameter: Tensor
-    gradient: Tensor
 
-    def add(self, factor: float) -> None:
-        """Add it, times a factor, to the gradient that the optimizer reads: of DeepSpeed after a backward pass only."""
-        parameter, gradient = self.parameter, self.gradient * factor
-        if is_of_deepspeed(parameter):
-            from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+def add_to_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to the gradient that the optimizer reads: of DeepSpeed after a backward pass only."""
+    if is_of_deepspeed(parameter):
+        from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
-            before = safe_get_full_grad(parameter)
-            safe_set_full_grad(parameter, before + gradient.to(before.dtype))
-        elif parameter.grad is None:
-            parameter.grad = gradient.to(parameter.dtype)
-        else:
-            parameter.grad += gradient.to(parameter.dtype)
+        before = safe_get_full_grad(parameter)
+        safe_set_full_grad(parameter, before + gradient.to(before.dtype))
+    elif parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+    else:
+        parameter.grad += gradient.to(parameter.dtype)
 
 
 def is_of_deepspeed(parameter: Tensor) -> bool:
@@ -327,4 +323,4 @@ class GatheredParameters:
         """Differentiate a value while the parameters are gathered, by those that are trained."""
         trained = [(parameter, leaf) for parameter, leaf in self._leaves if leaf.requires_grad]
         gradients = torch.autograd.grad(value, [leaf for _, leaf in trained]) if trained else ()
-        return [GradientShard(parameter, of) for (parameter, _), of in zip(trained, gradients, strict=True)]
+        return [(parameter, gradient) for (parameter, _), gradient in zip(trained, gradients, strict=True)]

@@ -28,13 +28,11 @@ from theodolite.models.calls import (
     NotAffine,
     as_sequences,
     copy_in_dtype,
-    hooked_by_accelerate,
     run_until_tap,
     stop_at_tap,
 )
 from theodolite.models.doors.answers import without_interventions
 from theodolite.models.doors.taps import tapped
-from theodolite.models.source import dtype_of
 from theodolite.models.structure import Run, Structure, first_output, removed_on_leaving
 from theodolite.models.weights.norms import Norms
 from theodolite.models.weights.weight_map import WeightMap, WeightMaps, read_mapped
@@ -91,7 +89,7 @@ def read_head_weights(
 
 
 def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights | None:
-    """Read the weights from the parameters that hold them, if these can be copied and a map says which they are."""
+    """Read the weights from the parameters that hold them, if a map says which they are."""
 
     def use(weight_map: WeightMap) -> HeadWeights | None:
         # A layer may leave out norms that others of its kind have.
@@ -107,8 +105,6 @@ def _from_map(attention: nn.Module, call: Call, maps: WeightMaps) -> HeadWeights
                 return HeadWeights(w_q, w_k, w_v, b_q, b_k, b_v, scaling, BEFORE_NORM if norms else EXACT)
         return None
 
-    if any(p.is_meta for p in attention.parameters()) and not hooked_by_accelerate(attention):
-        return None
     with suppress(NotAffine):
         return maps.first(attention, call, use)
     return None
@@ -132,7 +128,7 @@ def through_tap(attention: nn.Module, call: Call) -> HeadWeights | None:
 def _read_in(dtype: torch.dtype, attention: nn.Module, call: Call) -> HeadWeights | None:
     module = copy_in_dtype(attention, dtype)
     weights = _affine_weights(module, call, EXACT)
-    if weights is None and module is not attention:  # where there is no copy, its norms must stay
+    if weights is None:
         norms = Norms(module)
         norms.leave_out(norms.at_tap(call))
         weights = _affine_weights(module, call, BEFORE_NORM)
@@ -152,10 +148,7 @@ def _affine_weights(module: nn.Module, call: Call, projection: str) -> HeadWeigh
     nothing = torch.zeros(1, call.width)
     positions = _positions_taken(call, lambda count: sent(nothing, count))
     at_zero = sent(nothing, positions)
-    tolerance = max(
-        AFFINE_TOLERANCE, 32 * torch.finfo(dtype_of(module)).eps
-    )  # offloaded weights keep their dtype
-    found = _affine_part(send, call.width, call.width, positions, tolerance)
+    found = _affine_part(send, call.width, call.width, positions)
     if found is None:
         return None
     shapes = [side.shape[1:] for side in _sides(at_zero)]
@@ -164,7 +157,9 @@ def _affine_weights(module: nn.Module, call: Call, projection: str) -> HeadWeigh
         for sides in (part.split([shape.numel() for shape in shapes], dim=1) for part in found)
     )
     if any(
-        w.abs().max() <= tolerance * b.abs().max() for w, b in zip(weights, biases, strict=True) if b.any()
+        w.abs().max() <= AFFINE_TOLERANCE * b.abs().max()
+        for w, b in zip(weights, biases, strict=True)
+        if b.any()
     ):
         # Weights that are zero, or what is made of another tensor: of a memory, say.
         others = _sides(sent(nothing, 1, call.with_others_changed()))
@@ -210,12 +205,10 @@ def read_output_weights(
 
     with without_interventions(), torch.inference_mode():
         with tapped(model, give):
-            module = copy_in_dtype(attention, torch.float64)
-            if module is not attention:
-                module.eval()
+            module = copy_in_dtype(attention, torch.float64).eval()
             positions = _positions_taken(call, lambda count: sent(given, nothing, count))
             send = functools.partial(sent, positions=positions)
-            outputs = _random(2, features).to(dtype_of(module)).double()
+            outputs = _random(2, features)
             result = send(outputs, nothing.expand(2, -1))
             passes_on = result.shape == outputs.shape and torch.equal(result, outputs)
             found = None if passes_on else _affine_part(send, features, width, positions)
@@ -267,7 +260,6 @@ def _affine_part(
     features: int,
     width: int,
     positions: int = 1,
-    error: float = AFFINE_TOLERANCE,
 ) -> tuple[Float64[Tensor, "features out"], Float64[Tensor, "1 out"]] | None:
     """Find W and c(0) where `send(o, x)` is o W + c(x) for all o and x; None where it is not."""
     constant = send(torch.zeros(1, features), torch.zeros(1, width))
@@ -278,7 +270,7 @@ def _affine_part(
     base = send(torch.zeros(2, features), hidden)
     change, expected = send(outputs, hidden) - base, outputs @ weights
     scale = expected.abs().max() + base.abs().max() + weights.abs().max() * features**0.5
-    is_affine = torch.isfinite(change).all() and (change - expected).abs().max() <= error * scale
+    is_affine = torch.isfinite(change).all() and (change - expected).abs().max() <= AFFINE_TOLERANCE * scale
     return (weights, constant) if is_affine else None
 
 

@@ -43,9 +43,9 @@ def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_repeated(output: Tensor, values: Tensor) -> bool:
-    times, left = divmod(len(values), output.numel())
-    return not left and torch.allclose(
-        _sorted_values(output.flatten().repeat(times)), values, rtol=0, atol=1e-4
+    repeated = output.flatten().repeat(len(values) // output.numel())
+    return len(repeated) == len(values) and torch.allclose(
+        _sorted_values(repeated), values, rtol=0, atol=1e-4
     )
 
 
@@ -87,10 +87,8 @@ class NormCalls(TorchFunctionMode):
 class Norms:
     """The norms that a copy of an attention module calls, modules and functions, numbered in that order.
 
-    Attributes:
-        calls: of the last pass, each norm with its input and output; None for an input that is not one tensor.
-        instead: number → the function that takes the norm's place.
-        watched: whether functions are looked out for, which takes time.
+    `calls` are those of the last pass, each norm with its input (None where it is not one tensor) and output; `instead`
+    has by number what takes a norm's place; `watched` says whether functions are looked out for, which takes time.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -194,22 +192,16 @@ def frozen_attention(
     a norm cannot be frozen.
     """
     copied = copy_in_dtype(module, entered.dtype)
-    norms = Norms(copied) if copied is not module else None
-    # Where the weights are elsewhere there is no copy, and the module works in its own dtype.
-    dtype = entered.dtype if norms else call.entered.dtype
+    norms = Norms(copied)
 
     def send(hidden: Tensor) -> AttentionInputs:
-        return run_until_tap(copied, call, hidden.to(dtype))
+        return run_until_tap(copied, call, hidden)
 
     per_context = False
     try:
         send(entered[:1])
     except WorkError:
         per_context = True
-    if norms is None:
-        if norms_inside(module):
-            raise WorkError("there are norms inside, and the weights are not here to be copied")
-        return send, per_context
     if per_context or norms.calls:
         send(entered)
     calls = list(norms.calls)

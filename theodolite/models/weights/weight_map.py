@@ -9,7 +9,6 @@ what arrives at the tap for two random rows must be what the map says.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,10 +53,9 @@ FIRST = 2
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one parameter, and the features of queries, keys or values that each makes.
+    """Rows of one parameter of an attention module, and the features of queries, keys or values that each makes.
 
     Attributes:
-        name: of the parameter in the attention module.
         input_dim: the parameter's dimension that is summed over, others make the rows; None: each entry is a row.
         rows: of each feature the row that makes it, −1 where none does.
         kind: what the rows multiply: the module's input; nothing, as a bias; or something computed on the way.
@@ -121,11 +119,9 @@ class WeightMap:
 
 @dataclass(frozen=True)
 class Projection:
-    """One of W_q, W_k and W_v of all heads, in its module.
+    """One of W_q, W_k and W_v of all heads: the attribute `name` of `module`, looked up at every reading.
 
-    Attributes:
-        module, name: the submodule, and the attribute that holds the matrix, looked up at every reading.
-        adapter: PEFT's layer around the module, which adds to the matrix (LoRA), or None.
+    `adapter` is PEFT's layer around the module, which adds to the matrix (LoRA), or None.
     """
 
     rows: Rows
@@ -141,11 +137,6 @@ class Projection:
         adapter = module if adapters.is_adapter(module) else None
         module = module if adapter is None else module.base_layer
         return cls(rows, module, name, adapter)
-
-    @property
-    def is_there(self) -> bool:
-        """True if the module still has the matrix."""
-        return self.name in self.module._parameters
 
     @property
     def weight(self) -> Tensor:
@@ -190,7 +181,7 @@ class Projections:
     layer: int
     query: Projection
     key: Projection
-    value: Projection | None = None
+    value: Projection | None
 
     @property
     def by_name(self) -> dict[str, Projection]:
@@ -283,14 +274,15 @@ class WeightMaps:
         """
         modules = tuple((name, type(module)) for name, module in attention.named_modules())
         kind = modules, tuple((name, p.shape, p.dtype) for name, p in attention.named_parameters())
-        results = map(use, self._known.get(kind, []))
-        result = next((result for result in results if result is not None), None)
-        if result is None and kind not in self._useless:
-            self._known[kind] = _search(attention, call)
-            result = next((made for made in map(use, self._known[kind]) if made is not None), None)
-            if result is None:
-                self._useless.add(kind)
-        return result
+        for search in (False, True):
+            if search and kind in self._useless:
+                return None
+            maps = self._known[kind] = _search(attention, call) if search else self._known.get(kind, [])
+            for result in map(use, maps):
+                if result is not None:
+                    return result
+        self._useless.add(kind)
+        return None
 
 
 def find_projections(
@@ -377,21 +369,14 @@ class LogitRows:
 
     module: nn.Module
     name: str
-    shape: torch.Size
     rows: Rows
     powers: Float64[Tensor, "heads head_width"]
-
-    @property
-    def is_there(self) -> bool:
-        """True if the module still has a parameter of this shape."""
-        parameter = self.module._parameters.get(self.name)
-        return parameter is not None and parameter.shape == self.shape
 
     @torch.no_grad()
     def scale(self, gamma: Float64[Tensor, " heads"]) -> None:
         """Scale the rows in place, those of a sharded parameter where they are; a factor of 1 leaves every bit."""
         parameter: Tensor = getattr(self.module, self.name)
-        shape = [1 if dim == self.rows.input_dim else size for dim, size in enumerate(self.shape)]
+        shape = [1 if dim == self.rows.input_dim else size for dim, size in enumerate(parameter.shape)]
         factors = torch.ones(math.prod(shape), dtype=torch.float64)
         made = self.rows.rows >= 0
         factors[self.rows.rows[made]] = (gamma[:, None] ** self.powers)[made]
@@ -423,15 +408,12 @@ def _logit_rows(maps: WeightMaps, structure: Structure, layer: int, call: Call) 
         copied = MarkedCopy(attention, call)
         copied.fill()
         inputs = copied.send()
-        if inputs.softcap is not None:
+        changes = (
+            "caps its logits" if inputs.softcap is not None else "adds a bias (ALiBi, say) to its logits"
+        )
+        if inputs.softcap is not None or inputs.bias is not None:
             raise UsageError(
-                f"layer {layer}: {structure.names[layer]} caps its logits at {inputs.softcap:g}, which bounds them "
-                "without QK-Clip"
-            )
-        if inputs.bias is not None:
-            raise UsageError(
-                f"layer {layer}: {structure.names[layer]} adds a bias (ALiBi, relative positions) to its logits, which "
-                "scaling queries and keys does not bound: QK-Clip is not defined for it"
+                f"layer {layer}: {structure.names[layer]} {changes}: QK-Clip is not defined for it"
             )
         if weight_map.norms or not _verified(copied, list(_scaled_rows(weight_map, copied.module))):
             return None
@@ -447,11 +429,8 @@ def _logit_rows(maps: WeightMaps, structure: Structure, layer: int, call: Call) 
 def _scaled_rows(weight_map: WeightMap, module: nn.Module) -> Iterator[LogitRows]:
     """Yield the rows to scale in a module or a copy of it; none where those of a head's queries are not its own."""
     queries, keys, _ = weight_map.sides
-    uses = Counter(
-        (rows.name, rows.input_dim, row)
-        for rows in itertools.chain(*weight_map.sides)
-        for row in rows.features.tolist()
-    )
+    each = [rows for side in weight_map.sides for rows in side]
+    uses = Counter((rows.name, rows.input_dim, row) for rows in each for row in rows.features.tolist())
 
     def shared(rows: Rows) -> Bool[Tensor, "heads head_width"]:
         """Mark the features whose row makes others, too."""
@@ -472,24 +451,22 @@ def _scaled_rows(weight_map: WeightMap, module: nn.Module) -> Iterator[LogitRows
     for rows, powers in [*((rows, of_queries) for rows in queries), *scaled_keys]:
         if powers[rows.rows >= 0].any():
             owner, _, name = rows.name.rpartition(".")
-            holder = module.get_submodule(owner)
-            yield LogitRows(holder, name, getattr(holder, name).shape, rows, powers)
+            yield LogitRows(module.get_submodule(owner), name, rows, powers)
 
 
 def _verified(copied: MarkedCopy, rows: list[LogitRows]) -> bool:
     """Tell whether scaling the copy's rows makes each head's logits γ times as large, and changes no value."""
-    before = copied.send()
+
+    def sent() -> AttentionInputs:
+        return replace(copied.send(), mask=None, causal=False)
+
+    before = sent()
     gamma = torch.linspace(0.3, 0.9, before.query.shape[1], dtype=torch.float64)
     for row in rows:
         row.scale(gamma)
-    after = copied.send()
-    expected = _products(before) * gamma.view(1, -1, 1, 1).to(before.query.device)
-    return near(_products(after), expected) and near(after.value, before.value)
-
-
-def _products(inputs: AttentionInputs) -> Float[Tensor, "contexts heads queries keys"]:
-    key = inputs.key.repeat_interleave(inputs.query.shape[1] // inputs.key.shape[1], dim=1)
-    return inputs.query.double() @ key.double().transpose(-1, -2)
+    after = sent()
+    expected = before.logits() * gamma.view(1, -1, 1, 1).to(before.query.device)
+    return near(after.logits(), expected) and near(after.value, before.value)
 
 
 WeightAndBias = tuple[Float64[Tensor, "heads width head_width"], Float64[Tensor, "heads head_width"] | None]
