@@ -38,7 +38,6 @@ REFUSED = [
         lambda: qk_moments(HEAD, HEAD, temperature=1 - 2 * torch.eye(2)[0]),
         "temperature is -1: give a positive",
     ),
-    (lambda: qk_moments(HEAD, HEAD, -EYE), "negative eigenvalue"),
     (lambda: qk_moments(HEAD, HEAD, SHEAR), "not symmetric"),
     *((lambda f=f: f(HEAD * NAN, HEAD), "NaN or inf") for f in (qk_eigenvalues, qk_singular_values)),
     (lambda: propagation(ZERO, ONE, ONE, variant="exact"), "unknown variant 'exact'"),

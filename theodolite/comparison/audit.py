@@ -73,9 +73,6 @@ class Audit:
             groups[part.answer].append(part.name + (how_many if part.answer != "not testable here" else ""))
         answers = "; ".join(f"{answer}: {listed(names, 9)}" for answer, names in groups.items() if names)
         clauses = [f"{answers[0].upper()}{answers[1:]}."]
-        same_loss = self.loss is None or self.loss.unchanged
-        if same_loss and all(part.exact for part in self.parts if len(part.table)):
-            clauses = ["Everything survives exactly: no number differs."]
         if hardest := _hit_hardest(self.parts):
             clauses.append(f"Hit hardest: {'; '.join(hardest)}.")
         if self.loss is not None:
@@ -213,8 +210,6 @@ def compare(
         parts_of.head_types(*runs),
         parts_of.spectra(*runs),
     ]
-    if _read(reference) == _read(other):
-        parts = [part.of_one_model() for part in parts]
     numbers, of_loss = _means(*runs), loss(*written) if written else None
     if of_loss is not None:
         change = Change("next-token loss in nats", of_loss.before, of_loss.after, of_loss.se)

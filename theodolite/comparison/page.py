@@ -103,13 +103,9 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
         tables = {audit.other: part.table for audit in audits for part in audit.parts if part.name == name}
         if not any(map(len, tables.values())):
             continue
-        figures = [partial(draw, table) for table in tables.values()]
-        picker = by_name("model", list(tables), partial(_drawn, figures))
-        page.show("compare", name.replace(" ", "-"), picker if len(figures) > 1 else figures[0]())
-
-
-def _drawn(figures: Sequence[Callable[[], go.Figure]], place: int) -> go.Figure:
-    return figures[place]()
+        figures = [draw(table) for table in tables.values()]
+        picker = by_name("model", list(tables), figures.__getitem__)
+        page.show("compare", name.replace(" ", "-"), picker if len(figures) > 1 else figures[0])
 
 
 def write(audits: Sequence[Audit], content: Outcome, out: Path) -> tuple[Path, dict[str, Any]]:

@@ -29,9 +29,8 @@ from theodolite.system.files import disk_errors, write_text
 from theodolite.system.run_folders import TRACE
 
 SCHEMA_VERSION = 2
-LEAST_SHARE = (
-    0.01  # of contexts that have a sink or massive activation, or of tokens that have an outlier, for a rule
-)
+# Of contexts that have a sink or massive activation, or of tokens that have an outlier, for a rule.
+LEAST_SHARE = 0.01
 NEARLY_ALL = 0.9  # a token has a rule where at least this share of its occurrences are sinks, or massive
 
 Kind = Literal["sink", "outlier dimension", "massive activation"]

@@ -40,7 +40,7 @@ from theodolite.system.progress import ShowStage
 
 _LayerCatch = tuple[
     Catches, tuple[Tensor, Tensor]
-]  # of a context, and their rows in the sums by sink and by head
+]  # of a context, and their rows in sums by sink and by head
 
 
 class TracePass(CorpusPass):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
@@ -33,20 +34,10 @@ _CENTRAL = 0.25
 
 _TAIL = 1e-13  # probability beyond the two ends of the window in which Q is resolved; it bounds the aliasing error
 _TRUNCATION = 1e-12  # bounds what the quadrature leaves out beyond its last node
-_FRACTIONS = (
-    0.8,
-    0.6,
-    0.4,
-    0.25,
-    0.15,
-    0.08,
-    0.04,
-    0.02,
-)  # of the largest argument, where Chernoff's bound is tried
+# Of the largest argument, where Chernoff's bound is tried.
+_FRACTIONS = (0.8, 0.6, 0.4, 0.25, 0.15, 0.08, 0.04, 0.02)
 _CHUNK = 64
-_STRAIGHT_NODES = (
-    512  # it needs 40 to 200 where a few weights are of similar size; beyond, the bent contour takes over
-)
+_STRAIGHT_NODES = 512  # 40 to 200 do where a few weights are alike; beyond, the bent contour takes over
 
 # The bent contour leans towards 22.5° from the vertical, half-way between two limits: at 0° the oscillation of
 # e^(−s·end) is not damped, and from 45° on many small weights, which act like one Gaussian, make it grow.
@@ -54,9 +45,7 @@ _BEND = math.tan(math.pi / 8)
 # exp(−2π·(π/8)/0.04) = 2e-27 would be the error of the midpoint rule if the integrand were no larger in the strip of
 # half-width π/8 around u than on the contour. Near the strip's edges it is larger; this leaves room.
 _BENT_STEP = 0.04
-_BENT_LENGTH = (
-    72.0  # where u ends at the latest: a single weight's integrand falls like e^(−u/2), which is then 2e-16
-)
+_BENT_LENGTH = 72.0  # where u ends at the latest: a single weight's integrand, like e^(−u/2), is then 2e-16
 _BENT_VANISHED = 1e-15  # modulus of the bent contour's integrand that counts as zero
 _ELEMENTS = 1 << 21  # of the largest temporary array
 
@@ -80,9 +69,7 @@ def propagation_exact(
     needs, between which it is interpolated.
 
     The absolute error is below 1e-9. A head with zero weights propagates every key: ρ = 1. NaN or an infinite
-    eigenvalue gives NaN. No gradient passes; `propagation_finite` has one. Cost, for one curve at any T: O(d), then
-    mostly 0.02 to 0.3 s of one core at d = T = 4096 (`benchmarks/propagation.py`); a few seconds with one or two
-    eigenvalues above thousands of small ones whose sum is far from zero.
+    eigenvalue gives NaN. No gradient passes; `propagation_finite` has one.
 
     Args:
         eigenvalues: w, those of W = W_QK Σ; zeros may be left out. Not divided by the temperature.
@@ -94,11 +81,10 @@ def propagation_exact(
     check_length(length)
     check_real("eigenvalues", eigenvalues, "give those of the symmetric part")
     scaled = eigenvalues.double() / checked_temperature(temperature, eigenvalues.device)[..., None]
-    heads = scaled.shape[:-1]
-    result = scaled.new_zeros(math.prod(heads), length)
-    for curve, head in zip(result, scaled.reshape(len(result), scaled.shape[-1]), strict=True):
-        curve[:] = _symmetric_curve(head, length)
-    return result.reshape(*heads, length)
+    result = scaled.new_zeros(*scaled.shape[:-1], length)
+    for head in np.ndindex(scaled.shape[:-1]):
+        result[head] = _symmetric_curve(scaled[head], length)
+    return result
 
 
 def _symmetric_curve(eigenvalues: Tensor, length: int) -> Tensor:
@@ -269,12 +255,9 @@ def _quantile(weights: Tensor, counts: Tensor) -> Tensor:
     """Bound Q: a value exceeded with probability below `_TAIL`, the least (K(s) − ln tail)/s tried (Chernoff)."""
     # Where no weight is positive, any s > 0 is allowed; one hundredth of the largest modulus keeps it finite.
     limit = 0.5 / weights.amax(-1).clamp_min(0.01)
-    best = torch.full_like(limit, math.inf)
-    for fraction in _FRACTIONS:
-        argument = fraction * limit
-        generating = -0.5 * (torch.log1p(-2 * argument[:, None] * weights) @ counts)
-        best = torch.minimum(best, (generating - math.log(_TAIL)) / argument)
-    return best
+    arguments = limit * limit.new_tensor(_FRACTIONS)[:, None]
+    generating = -0.5 * (torch.log1p(-2 * arguments[..., None] * weights) @ counts)
+    return ((generating - math.log(_TAIL)) / arguments).amin(0)
 
 
 def _bent(weights: Tensor, counts: Tensor, end: Tensor, lower: Tensor, upper: Tensor) -> Tensor:

@@ -70,8 +70,7 @@ def qk_moments(
     form_squared = ⟨W_qᵀ Σ W_q, W_kᵀ Σ W_k⟩. Differentiable in all tensors where the result is a number.
 
     Raises:
-        UsageError: the shapes do not fit, Σ is not symmetric or has a negative eigenvalue, or the temperature is not
-            positive.
+        UsageError: the shapes do not fit, Σ is not symmetric, or the temperature is not positive.
     """
     w_q, w_k, sigma = _factors(w_q, w_k, covariance)
     width, head_width = w_q.shape[-2:]
