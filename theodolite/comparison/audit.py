@@ -19,7 +19,7 @@ import theodolite.comparison.parts as parts_of
 from theodolite.comparison.outputs import Loss, loss
 from theodolite.comparison.parts import HEAD, mean_of, number_of
 from theodolite.comparison.parts import OUTPUTS as HEAD_OUTPUTS
-from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Change, Survival
+from theodolite.comparison.survival import LOST, NEW, SIDES, SURVIVED, UNDECIDED, Change, Survival
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
@@ -28,7 +28,7 @@ from theodolite.models import OpenModel
 from theodolite.passes.run import Run
 from theodolite.report.data import provenance
 from theodolite.system.run_folders import OUTPUTS, TRACE, is_run
-from theodolite.system.wording import head_name, listed, names_of, percent, with_error
+from theodolite.system.wording import head_name, listed, names_of, percent
 
 MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
 SIMILAR_MEANS = {"localization": ("heads", "propagation"), "context": ("layers", "similarity_within")}
@@ -126,25 +126,13 @@ class Audit:
         `left` is their share.
         """
         rows = [
-            (name, change, verdict.answer, "", math.nan) for name, (change, verdict) in self.numbers.items()
+            (name, *of.told, verdict.answer, "", math.nan) for name, (of, verdict) in self.numbers.items()
         ]
         for part in self.parts:
             survived = f"{part.count(SURVIVED)} of {part.of_reference}"
-            rows.append((part.name, part.moved, part.answer, survived, part.family.value))
-        return pd.DataFrame(
-            {
-                "part": name,
-                "measure": moved.name,
-                "before": moved.before,
-                "after": moved.after,
-                "change": with_error(change, moved.error) if math.isfinite(change) else "",
-                "verdict": answer,
-                "survived": survived,
-                "left": left,
-            }
-            for name, moved, answer, survived, left in rows
-            for change in [moved.after - moved.before]
-        )
+            rows.append((part.name, *part.moved.told, part.answer, survived, part.family.value))
+        columns = ("part", "measure", *SIDES, "change", "verdict", "survived", "left")
+        return pd.DataFrame(rows, columns=columns)
 
 
 def _hit_hardest(parts: Sequence[Survival]) -> list[str]:

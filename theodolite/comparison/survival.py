@@ -18,7 +18,7 @@ from theodolite.corpus.groups import GROUPS
 from theodolite.estimates import CONFIDENCE, SIGMAS, Estimate, Floats, sigmas
 from theodolite.judging import Answer, Criterion, Verdict, judge, mix_of, untestable
 from theodolite.report.drawing.heads import sink_name
-from theodolite.system.wording import counted, head_name, listed, number, percent
+from theodolite.system.wording import counted, head_name, listed, number, percent, with_error
 from theodolite.theory.unbiased import Jackknifed, combined
 
 SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
@@ -104,6 +104,13 @@ class Change:
         before, after = (combined(reduce, side) for side in sides)
         error = combined(torch.sub, before, after).error
         return cls(name, float(before.value), float(after.value), float(error))
+
+    @property
+    def told(self) -> tuple[str, float, float, str]:
+        """The name, the numbers, and the difference with its error in words, where there is one."""
+        change = self.after - self.before
+        words = with_error(change, self.error) if math.isfinite(change) else ""
+        return self.name, self.before, self.after, words
 
     def __str__(self) -> str:
         within = self.error > 0 and abs(self.after - self.before) <= sigmas(GROUPS) * self.error

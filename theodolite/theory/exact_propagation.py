@@ -177,16 +177,13 @@ def probability_between(
 ) -> Float64[Tensor, " forms"]:
     """Compute P(low ≤ Q ≤ high) for each Q = Σ_k μ_k χ²(m_k), with an absolute error below 1e-10.
 
-    Where |φ| falls fast, the midpoint rule of Davies 1973 on the real axis of φ(t) = Π (1 − 2itμ_k)^(−m_k/2):
+    Where |φ| falls fast by the midpoint rule of Davies 1973 on the real axis of φ(t) = Π (1 − 2itμ_k)^(−m_k/2),
 
-        P = (2/π) Σ_k Δ sin(t_k (high − low)/2)/t_k · Re[φ(t_k) e^(−i t_k (low + high)/2)],  t_k = (k + ½)Δ.
+        P = (2/π) Σ_k Δ sin(t_k (high − low)/2)/t_k · Re[φ(t_k) e^(−i t_k (low + high)/2)],  t_k = (k + ½)Δ,
 
-    With Δ = 2π/(length of a window that Q leaves with probability 1e-13, by Chernoff) the aliasing error is
-    below that; the sum stops at t with (2/π) |φ(t)|/p(t) < 1e-12, where p = −d ln|φ|/d ln t only grows.
-
-    Where |φ| falls slowly (one or two weights above all others), each end separately along
-    s = it = R (i sinh u ± tan 22.5° (cosh u − 1)): a contour through the pole at 0 that leans to the side on
-    which e^(K(s) − sx) falls exponentially; the midpoint rule in u then converges geometrically.
+    with Δ = 2π/(length of a window that Q leaves with probability 1e-13). Where it falls slowly (one or two weights
+    above all others), each end separately along s = it = R (i sinh u ± tan 22.5° (cosh u − 1)), a contour through the
+    pole at 0 that leans to the side on which e^(K(s) − sx) falls exponentially.
 
     Args:
         weights: μ, (n, K); any sign. A row of zeros is the constant Q = 0. NaN gives NaN.

@@ -70,7 +70,7 @@ def qk_moments(
     form_squared = ⟨W_qᵀ Σ W_q, W_kᵀ Σ W_k⟩. Differentiable in all tensors where the result is a number.
 
     Raises:
-        UsageError: the shapes do not fit, Σ is not symmetric, or the temperature is not positive.
+        UsageError: the shapes of the factors differ, Σ is not symmetric, or the temperature is not positive.
     """
     w_q, w_k, sigma = _factors(w_q, w_k, covariance)
     width, head_width = w_q.shape[-2:]
@@ -158,14 +158,7 @@ def _factors(w_q: Tensor, w_k: Tensor, covariance: Tensor | None) -> tuple[Tenso
         raise UsageError(
             f"w_q has shape {tuple(w_q.shape)} and w_k {tuple(w_k.shape)}: give both as (..., d, d_h)"
         )
-    if covariance is None:
-        return w_q.double(), w_k.double(), None
-    width = w_q.shape[-2]
-    if covariance.ndim < 2 or covariance.shape[-2:] != (width, width):
-        raise UsageError(
-            f"covariance has shape {tuple(covariance.shape)}: give (..., {width}, {width}) for these heads"
-        )
-    return w_q.double(), w_k.double(), covariance.double()
+    return w_q.double(), w_k.double(), None if covariance is None else covariance.double()
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
