@@ -95,11 +95,7 @@ class Audit:
         return "\n".join([self.summary, *(f"{part.name}: {part.sentence}" for part in self.parts)])
 
     def part(self, name: str) -> Survival:
-        """Return the part of this name.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Return the part of this name; `UsageError` where there is none."""
         parts = {part.name: part for part in self.parts}
         if name not in parts:
             raise UsageError(f"no part {name!r}: there are {listed(list(parts), 9)}")
@@ -210,9 +206,6 @@ def compare_folders(folders: Sequence[str]) -> list[Audit]:
     """Compare surveys with the first of them.
 
     Tags too, where each has a trace FOLDER-sinks; head outputs and the loss, where each has FOLDER-outputs.
-
-    Raises:
-        UsageError: two runs that cannot be compared, and why.
     """
     loaded = []
     for ending in ("", "-sinks", "-outputs"):

@@ -109,13 +109,7 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
 
 
 def write(audits: Sequence[Audit], content: Outcome, out: Path) -> tuple[Path, dict[str, Any]]:
-    """Write `out`/comparison.json and the page with its tables as parquet; return the page's path, and the JSON.
-
-    It has summary and parts of each pair, then verdicts, tables and provenance.
-
-    Raises:
-        WorkError: the folder cannot be written.
-    """
+    """Write `out`/comparison.json and the page with its tables as parquet; return the page's path, and the JSON."""
     heading, provenance = experiment_of(audits), audits[0].runs[audits[0].reference]
     page = write_outcome(heading, content, provenance, out)
     of_part = ("name", "answer", "criterion", "sentence")

@@ -173,10 +173,8 @@ class Survival:
             return self.paired
         survived, lost, unknown = self._of_reference(self.weight)
         could = survived + lost + unknown - self.by_chance
-        low, high = (
-            max(kept - self.by_chance, 0.0) / could if could > 0 else math.nan
-            for kept in (survived, survived + unknown)
-        )
+        kept = (survived, survived + unknown)
+        low, high = (max(each - self.by_chance, 0.0) / could if could > 0 else math.nan for each in kept)
         if not self.contexts:
             return Estimate.exact(low)
         error = (high - low) / 2 / SIGMAS
@@ -219,9 +217,7 @@ class Survival:
         """Name lost or new units: dimensions, layers, or heads and sinks with their numbers before and after."""
         if "dimension" in rows:
             layers = rows.groupby("dimension")["layer"].nunique().sort_values(ascending=False, kind="stable")
-            return [
-                f"dimension {dimension} in {counted(many, 'layer')}" for dimension, many in layers.items()
-            ]
+            return [f"dimension {name} in {counted(many, 'layer')}" for name, many in layers.items()]
         if "head" not in rows:
             return [f"layer {layer}" for layer in rows["layer"]]
         names = []

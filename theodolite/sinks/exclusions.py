@@ -179,11 +179,7 @@ class Exclusions:
         return sorted({r.dimension for r in self.rules if r.layer == layer and r.dimension is not None})
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON file, at once or not at all, and the folders above it.
-
-        Raises:
-            WorkError: it cannot be written.
-        """
+        """Write the JSON file, at once or not at all, and the folders above it; `WorkError` if the disk refuses."""
         values = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         values["rules"] = [{k: v for k, v in rule.items() if v is not None} for rule in values["rules"]]
         with disk_errors(Path(path)):
@@ -192,11 +188,7 @@ class Exclusions:
 
     @classmethod
     def load(cls, path: str | Path) -> Exclusions:
-        """Load a file that `save` wrote.
-
-        Raises:
-            UsageError: it is not there, damaged, or of a newer schema.
-        """
+        """Load a file that `save` wrote; `UsageError` where it is not there, damaged, or of a newer schema."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             version = values["schema_version"]

@@ -133,7 +133,7 @@ def head_knockout(model: OpenModel, layer: int, head: int) -> Iterator[None]:
 def attention_knockout(
     model: OpenModel, layer: int, head: int | None, positions: Positions, *, sink_column: bool = False
 ) -> Iterator[None]:
-    """Keep the queries of a head from attending to some keys, while open. Memory grows linearly with the keys.
+    """Keep the queries of a head from attending to some keys, while open.
 
     The keys' weights are exactly 0, the others' add up to 1. A query that sees no other key (position 0 sees itself
     only) keeps the output that it had. A tap opened inside gets the changed inputs. Positions count from the first
@@ -203,7 +203,11 @@ def without_low_rank(
             matrix = projection.matrix().double()
             if factors is None:
                 assert rank is not None
-                left, right = _leading_factors(matrix, rank, name)
+                if not 1 <= rank <= min(matrix.shape):
+                    most = min(matrix.shape)
+                    raise UsageError(f"rank {rank} is not between 1 and {most}, the rank of W_{name.upper()}")
+                _, directions = by_gram_matrix(matrix, rank)
+                left, right = matrix @ directions, directions.T
             else:
                 left, right = (factor.detach().to(matrix) for factor in factors[name])
             if control is not None:
@@ -287,17 +291,6 @@ def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[s
         module = model.structure.names[layer]
         raise UsageError(f"layer {layer}: the values of {module} are not its input times one weight matrix")
     return wanted
-
-
-def _leading_factors(
-    matrix: Float64[Tensor, "features width"], rank: int, name: str
-) -> tuple[Tensor, Tensor]:
-    """Factor the leading part of an SVD."""
-    most = min(matrix.shape)
-    if not 1 <= rank <= most:
-        raise UsageError(f"rank {rank} is not between 1 and {most}, the rank of W_{name.upper()}")
-    _, directions = by_gram_matrix(matrix, rank)
-    return matrix @ directions, directions.T
 
 
 def _random_like(left: Tensor, right: Tensor, seed: int) -> tuple[Tensor, Tensor]:

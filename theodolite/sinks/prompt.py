@@ -51,11 +51,7 @@ class PromptPass(Hooks):
         return output
 
     def written(self, model: OpenModel, layer: int, head: int) -> Float[Tensor, "positions width"]:
-        """Compute what a head adds to the residual stream, through W_O, in float64.
-
-        Raises:
-            WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
-        """
+        """Compute what a head adds to the residual stream, through W_O, in float64."""
         output = self.layers[layer][1][0, :, head]
         return output.double().cpu() @ model.output_weights(layer)[head].double().cpu()
 

@@ -1,8 +1,6 @@
 """Compute the propagation probability of a finite context without the Gaussian approximation of `propagation`.
 
-For tokens that walk at random with Gaussian steps, s_i − 1/T is a quadratic form of Gaussians, Q = Σ_k μ_k χ²_k with
-independent χ² of one degree of freedom, and ρ_i the probability that it lies in an interval. That is found by inverting
-the form's characteristic function φ.
+ρ_i is the probability that a quadratic form of Gaussians lies in an interval; its characteristic function is inverted.
 """
 
 from __future__ import annotations

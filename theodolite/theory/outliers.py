@@ -92,8 +92,7 @@ def typical_magnitude(log_mean: Tensor) -> Tensor:
     A dimension with |x| = 1000 in one of 1000 tokens and 1 in all others has RMS 31.6 and a typical magnitude of 1.007:
     it carries massive activations and is no outlier dimension. A dimension that is always 0 has 0.
     """
-    rounding = 1e-3
-    return torch.where(log_mean < math.log(SMALLEST) + rounding, 0.0, log_mean.exp())
+    return torch.where(log_mean < math.log(SMALLEST) + 1e-3, 0.0, log_mean.exp())
 
 
 def dimension_limit(width: int, level: float) -> float:

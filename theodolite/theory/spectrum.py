@@ -66,8 +66,7 @@ def qk_moments(
         covariance: symmetric Σ, (d, d) or with leading dimensions that broadcast; None: the identity.
         temperature: λ of the logit, a positive number or a tensor of the batch's shape; None: √d_h.
 
-    With Σ: tr W = tr(W_kᵀ Σ W_q), tr W² = tr((W_kᵀ Σ W_q)²), ‖W‖_F² = ⟨W_qᵀ W_q, W_kᵀ Σ² W_k⟩ and
-    form_squared = ⟨W_qᵀ Σ W_q, W_kᵀ Σ W_k⟩. Differentiable in all tensors where the result is a number.
+    Differentiable in all tensors where the result is a number.
 
     Raises:
         UsageError: the shapes of the factors differ, Σ is not symmetric, or the temperature is not positive.
