@@ -163,7 +163,8 @@ def trace_sinks(
     model.check_weights()
     batch = batch_of(corpus, batch)
     fingerprint = {**fingerprint_of_tables(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
-    fingerprint |= {"local_sinks": True} if local_sinks else {}
+    if local_sinks:
+        fingerprint["local_sinks"] = True
     provenance = describe_model(model) | describe_pass(model, corpus, 0, fingerprint)
     text = text_of_tokens(model, corpus)
 

@@ -47,8 +47,6 @@ _BENT_LENGTH = 72.0  # where u ends at the latest: a single weight's integrand, 
 _BENT_VANISHED = 1e-15  # modulus of the bent contour's integrand that counts as zero
 _ELEMENTS = 1 << 21  # of the largest temporary array
 
-Curve = Callable[[Tensor], Tensor]
-
 
 @torch.no_grad()
 def propagation_exact(
@@ -142,7 +140,7 @@ def _quadrature(points: Tensor) -> tuple[Tensor, Tensor]:
     return centre + half * angles.cos(), (angles[:, None] * orders).cos() @ moments / _BIN_NODES
 
 
-def _along_context(curve: Curve, length: int, device: torch.device) -> Tensor:
+def _along_context(curve: Callable[[Tensor], Tensor], length: int, device: torch.device) -> Tensor:
     """Evaluate a curve at i = 1 … T, or at Chebyshev nodes of an interpolant that has converged."""
     positions = torch.arange(1, length + 1, dtype=torch.float64, device=device)
     middle, half = (length + 1) / 2, (length - 1) / 2
