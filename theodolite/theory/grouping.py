@@ -33,8 +33,7 @@ def principal_scores(
         scale = values[:number] / int(kept.sum()) ** 0.5
         scores[:, :number] = centred @ directions[:number].T / scale
         farthest = scores[kept].abs().argmax(dim=0)
-        sign = scores[kept].gather(0, farthest[None]).sign()
-        scores *= torch.where(sign == 0, 1.0, sign)
+        scores *= torch.where(scores[kept].gather(0, farthest[None]) < 0, -1.0, 1.0)
     return scores
 
 
