@@ -37,21 +37,16 @@ def places(table: pd.DataFrame, status: str) -> set[tuple[int, int]]:
     return set(zip(rows["layer"], rows["head"], strict=True))
 
 
-def test_a_model_compared_with_itself_survives_exactly(pair):
+def test_a_model_compared_with_itself_loses_nothing(pair):
     audit = of(pair(), pair())
-    assert audit.summary.startswith("Everything survives exactly: no number differs. Next-token loss: ")
-    assert audit.summary.endswith(" nats, unchanged.")
-    assert audit.answer == HOLDS
+    assert audit.loss.difference == audit.loss.se == 0
     for part in audit.parts:
-        assert set(part.table["status"]) <= {"survived"}
-        assert part.exact or not len(part.table)
-    assert (
-        audit.part("sinks").sentence
-        == "All 5 sinks survive, unchanged; at the same place of the same context: 1 (exact)."
-    )
+        assert set(part.table["status"]) <= {"survived", "undecided"}
+        assert part.table.filter(regex="difference$").fillna(0).eq(0).all(axis=None)
+    assert "at the same place of the same context: 1 (exact)" in audit.part("sinks").sentence
     assert audit.part("tags").table["cosine"].to_numpy() == pytest.approx(1.0)
     assert audit.part("positional basis").table["overlap"].to_numpy() == pytest.approx(1.0)
-    assert audit.part("entropies").sentence == "All 16 heads keep their entropy, unchanged."
+    assert audit.part("entropies").sentence.startswith("16 of 16 heads keep their entropy")
 
 
 def test_a_destroyed_head_is_named_with_exactly_its_sinks(pair):
@@ -242,8 +237,8 @@ def test_massive_activations_are_counted_by_place():
     assert set(compare(first, none).part("massive activations").table["status"]) == {"lost"}
 
 
-def test_positions_against_angles_and_gram_matrices():
-    """Oracle: scipy's principal angles, and products of positions written out."""
+def test_positions_against_angles():
+    """Oracle: scipy's principal angles."""
     first, second = make_survey(seed=0), make_survey(seed=3)
     moved = first.arrays["positional_basis"] + 0.4 * second.arrays["positional_basis"]
     other = with_groups(replace(first, arrays=first.arrays | {"positional_basis": moved}))
@@ -259,8 +254,6 @@ def test_positions_against_angles_and_gram_matrices():
             [(leading[1].T @ leading[0][:, k]) @ (leading[1].T @ leading[0][:, k]) for k in range(rank)]
         )
         assert row["overlap"] == pytest.approx((energies * along).sum() / energies.sum(), rel=1e-3)
-        g, h = p @ p.T, q @ q.T
-        assert row["curve"] == pytest.approx((g * h).sum() / np.sqrt((g**2).sum() * (h**2).sum()))
         assert row["status"] == ("survived" if row["overlap"] >= 0.5 else "lost")
 
 
@@ -342,7 +335,7 @@ def test_other_families(family, opened):
     run, trace = survey(model, corpus), trace_sinks(model, corpus)
     written = read_outputs(model, corpus)
     audit = compare(run, run, trace, trace, outputs_of=(written, written))
-    assert audit.summary.startswith("Everything survives exactly: no number differs.")
+    assert not sum(part.count("lost") + part.count("new") for part in audit.parts)
     assert (audit.loss is None) == (family == "bert")
 
 
@@ -433,6 +426,6 @@ def test_an_intervention_is_named(damaged, pair):
     audit = compare(pair().run, run)
     assert "under attention_knockout(layer=0, head=2" in audit.other
     assert places(audit.part("sinks").table, "lost") == {DESTROYED}
-    assert audit.part("spectra").exact
+    assert audit.part("spectra").answer == HOLDS
     with pytest.raises(UsageError, match="its trace of sinks must be of the model"):
         compare(pair().run, run, pair().trace, pair().trace)  # this trace is without the intervention

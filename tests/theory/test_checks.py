@@ -22,22 +22,13 @@ def test_singular_covariances_pass_in_every_precision(dtype, scale):
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
-def test_what_is_no_covariance_is_refused_also_in_a_batch(scale):
+def test_what_is_not_symmetric_is_refused_also_in_a_batch(scale):
     eye = torch.eye(3, dtype=torch.float64)
-    exchange = torch.tensor([[0.0, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.float64)
-    for wrong in (-eye, exchange, torch.diag(torch.tensor([1.0, 1.0, -1e-4]))):
-        with pytest.raises(UsageError, match="negative eigenvalue"):
-            check_covariance(torch.stack([eye, scale * wrong.double()]))
-    with pytest.raises(UsageError, match="not symmetric"):
-        check_covariance(torch.stack([eye, scale * (eye + 1e-3 * exchange.triu())]))
-
-
-def test_undefined_numbers_do_not_hide_a_wrong_one_and_pass_by_themselves():
-    eye = torch.eye(3)
-    for value in (torch.nan, torch.inf):
-        check_covariance(eye * value)
-        with pytest.raises(UsageError, match="negative eigenvalue"):
-            check_covariance(torch.stack([eye * value, -eye]))
+    sheared = scale * (eye + 1e-3 * eye.roll(1, 0).triu())
+    for beside in (eye, eye * torch.nan, eye * torch.inf):
+        check_covariance(beside)
+        with pytest.raises(UsageError, match="not symmetric"):
+            check_covariance(torch.stack([beside, sheared]))
 
 
 def test_gradients_and_vmap_pass_through_a_checked_covariance():

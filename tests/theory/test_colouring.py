@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from scipy.linalg import orthogonal_procrustes
 
-from theodolite.theory.colouring import principal_scores, rgb, turned
+from theodolite.theory.grouping import principal_scores, rgb, turned
 
 KEPT = torch.tensor([False] + [True] * 39)
 

@@ -133,5 +133,5 @@ def exclude_command(
             print(out.read_text(encoding="utf-8"), end="")
         said = f"{counted(len(exclusions.rules), 'rule')}, {counted(len(exclusions.occurrences), 'occurrence')}: {out}"
         for name, of in exclusions.accuracy.items():
-            said += f"\n`{name}` on this text: precision {of.precision:.2f}, recall {of.recall:.2f}"
+            said += f"\n`{name}` on this text: precision {of['precision']:.2f}, recall {of['recall']:.2f}"
         (screen if as_json else Console(soft_wrap=True)).print(said, highlight=False)

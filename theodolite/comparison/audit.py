@@ -19,7 +19,7 @@ import theodolite.comparison.parts as parts_of
 from theodolite.comparison.outputs import Loss, loss
 from theodolite.comparison.parts import HEAD, mean_of, number_of
 from theodolite.comparison.parts import OUTPUTS as HEAD_OUTPUTS
-from theodolite.comparison.survival import LOST, NEW, SURVIVED, UNDECIDED, Change, Survival
+from theodolite.comparison.survival import LOST, NEW, SIDES, SURVIVED, UNDECIDED, Change, Survival
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate
@@ -28,7 +28,7 @@ from theodolite.models import OpenModel
 from theodolite.passes.run import Run
 from theodolite.report.data import provenance
 from theodolite.system.run_folders import OUTPUTS, TRACE, is_run
-from theodolite.system.wording import head_name, listed, names_of, percent, with_error
+from theodolite.system.wording import head_name, listed, names_of, percent
 
 MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
 SIMILAR_MEANS = {"localization": ("heads", "propagation"), "context": ("layers", "similarity_within")}
@@ -73,9 +73,6 @@ class Audit:
             groups[part.answer].append(part.name + (how_many if part.answer != "not testable here" else ""))
         answers = "; ".join(f"{answer}: {listed(names, 9)}" for answer, names in groups.items() if names)
         clauses = [f"{answers[0].upper()}{answers[1:]}."]
-        same_loss = self.loss is None or self.loss.unchanged
-        if same_loss and all(part.exact for part in self.parts if len(part.table)):
-            clauses = ["Everything survives exactly: no number differs."]
         if hardest := _hit_hardest(self.parts):
             clauses.append(f"Hit hardest: {'; '.join(hardest)}.")
         if self.loss is not None:
@@ -98,11 +95,7 @@ class Audit:
         return "\n".join([self.summary, *(f"{part.name}: {part.sentence}" for part in self.parts)])
 
     def part(self, name: str) -> Survival:
-        """Return the part of this name.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Return the part of this name; `UsageError` where there is none."""
         parts = {part.name: part for part in self.parts}
         if name not in parts:
             raise UsageError(f"no part {name!r}: there are {listed(list(parts), 9)}")
@@ -129,25 +122,13 @@ class Audit:
         `left` is their share.
         """
         rows = [
-            (name, change, verdict.answer, "", math.nan) for name, (change, verdict) in self.numbers.items()
+            (name, *of.told, verdict.answer, "", math.nan) for name, (of, verdict) in self.numbers.items()
         ]
         for part in self.parts:
             survived = f"{part.count(SURVIVED)} of {part.of_reference}"
-            rows.append((part.name, part.moved, part.answer, survived, part.family.value))
-        return pd.DataFrame(
-            {
-                "part": name,
-                "measure": moved.name,
-                "before": moved.before,
-                "after": moved.after,
-                "change": with_error(change, moved.error) if math.isfinite(change) else "",
-                "verdict": answer,
-                "survived": survived,
-                "left": left,
-            }
-            for name, moved, answer, survived, left in rows
-            for change in [moved.after - moved.before]
-        )
+            rows.append((part.name, *part.moved.told, part.answer, survived, part.family.value))
+        columns = ("part", "measure", *SIDES, "change", "verdict", "survived", "left")
+        return pd.DataFrame(rows, columns=columns)
 
 
 def _hit_hardest(parts: Sequence[Survival]) -> list[str]:
@@ -213,8 +194,6 @@ def compare(
         parts_of.head_types(*runs),
         parts_of.spectra(*runs),
     ]
-    if _read(reference) == _read(other):
-        parts = [part.of_one_model() for part in parts]
     numbers, of_loss = _means(*runs), loss(*written) if written else None
     if of_loss is not None:
         change = Change("next-token loss in nats", of_loss.before, of_loss.after, of_loss.se)
@@ -227,9 +206,6 @@ def compare_folders(folders: Sequence[str]) -> list[Audit]:
     """Compare surveys with the first of them.
 
     Tags too, where each has a trace FOLDER-sinks; head outputs and the loss, where each has FOLDER-outputs.
-
-    Raises:
-        UsageError: two runs that cannot be compared, and why.
     """
     loaded = []
     for ending in ("", "-sinks", "-outputs"):

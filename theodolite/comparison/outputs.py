@@ -196,8 +196,7 @@ class Loss:
     after: float
     difference: float
     se: float
-    unchanged: bool
-    contexts: int = 0
+    contexts: int
 
     def verdict(self) -> Verdict:
         """Judge whether the other model predicts as well."""
@@ -206,8 +205,6 @@ class Loss:
         return judge("the text is predicted as well", what, estimate, AS_GOOD)
 
     def __str__(self) -> str:
-        if self.unchanged:
-            return f"Next-token loss: {number(self.before)} nats, unchanged"
         difference = f"difference {with_error(self.difference, self.se)} (paired by context)"
         times = f"perplexity times {number(perplexity_of(self.difference))}"
         return f"Next-token loss: {number(self.before)} → {number(self.after)} nats, {difference}, {times}"
@@ -218,5 +215,4 @@ def loss(reference: Run, other: Run) -> Loss | None:
     old, new = (run.arrays["loss"].numpy() for run in (reference, other))
     if not np.isfinite([old, new]).all():
         return None
-    unchanged = bool((old == new).all())
-    return Loss(float(old.mean()), float(new.mean()), *mean_and_error(new - old), unchanged, len(old))
+    return Loss(float(old.mean()), float(new.mean()), *mean_and_error(new - old), len(old))

@@ -103,23 +103,13 @@ def _draw_parts(page: Outcome, audits: Sequence[Audit]) -> None:
         tables = {audit.other: part.table for audit in audits for part in audit.parts if part.name == name}
         if not any(map(len, tables.values())):
             continue
-        figures = [partial(draw, table) for table in tables.values()]
-        picker = by_name("model", list(tables), partial(_drawn, figures))
-        page.show("compare", name.replace(" ", "-"), picker if len(figures) > 1 else figures[0]())
-
-
-def _drawn(figures: Sequence[Callable[[], go.Figure]], place: int) -> go.Figure:
-    return figures[place]()
+        figures = [draw(table) for table in tables.values()]
+        picker = by_name("model", list(tables), figures.__getitem__)
+        page.show("compare", name.replace(" ", "-"), picker if len(figures) > 1 else figures[0])
 
 
 def write(audits: Sequence[Audit], content: Outcome, out: Path) -> tuple[Path, dict[str, Any]]:
-    """Write `out`/comparison.json and the page with its tables as parquet; return the page's path, and the JSON.
-
-    It has summary and parts of each pair, then verdicts, tables and provenance.
-
-    Raises:
-        WorkError: the folder cannot be written.
-    """
+    """Write `out`/comparison.json and the page with its tables as parquet; return the page's path, and the JSON."""
     heading, provenance = experiment_of(audits), audits[0].runs[audits[0].reference]
     page = write_outcome(heading, content, provenance, out)
     of_part = ("name", "answer", "criterion", "sentence")

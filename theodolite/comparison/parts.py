@@ -103,8 +103,7 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
     criterion = (
         f"a sink of a head in at least {percent(LEAST_SHARE)} of the contexts, {ABOVE_NOISE}; it {BY_HALVES}"
     )
-    paired = None if places is None else kept_places(*places)
-    if paired is not None:
+    if paired := places and kept_places(*places):
         criterion += "; all of them together by the share that is at the same place of the same context"
         details.insert(0, f"at the same place of the same context: {paired}")
     return Survival(
@@ -131,7 +130,7 @@ def _sinks_of(run: Run) -> Units:
         return shares.new_zeros(units).index_add_(0, place, shares)
 
     shares = combined(summed, number_of(run, "sinks", "share"))
-    return Units(rows.drop_duplicates(SINK)[SINK], {"value": shares})
+    return rows.drop_duplicates(SINK)[SINK], {"value": shares}
 
 
 def kept_places(reference: Run, other: Run) -> Estimate | None:
@@ -212,7 +211,7 @@ def _tags_of(run: Run) -> Units:
         _or_zero(number_of(run, "traces", name)[torch.from_numpy(of_tokens)])
         for name in ("tag", "released", "share")
     )
-    return Units(rows, {"value": value, "released": released, "share": share})
+    return rows, {"value": value, "released": released, "share": share}
 
 
 def directions_kept(
@@ -273,7 +272,7 @@ def massive_activations(reference: Run, other: Run) -> Survival:
         by_position = stacked([number_of(run, "outliers", name) for name in ("massive_first", "massive")])
         counts = Jackknifed(by_position.value.flatten(), by_position.without.flatten(1))
         some = counts.value > 0
-        return Units(rows[some.numpy()], {"value": counts[some]})
+        return rows[some.numpy()], {"value": counts[some]}
 
     joined = join(["layer", "dimension", "position"], units(reference), units(other))
     return Survival(
@@ -289,18 +288,15 @@ def massive_activations(reference: Run, other: Run) -> Survival:
 
 
 def positions(reference: Run, other: Run) -> Survival:
-    """Compare the positional basis by residual layer: rank, relative norm, directions, and curve in any directions."""
+    """Compare the positional basis by residual layer: rank, relative norm, and directions."""
     runs, columns = (reference, other), {"rank": "rank", "value": "relative_norm"}
     numbers = [{name: number_of(run, "layers", of) for name, of in columns.items()} for run in runs]
-    joined = join(
-        ["layer"], *(Units(run.layers[["layer"]], of) for run, of in zip(runs, numbers, strict=True))
-    )
+    joined = join(["layer"], *((run.layers[["layer"]], of) for run, of in zip(runs, numbers, strict=True)))
     floors = [np.nan_to_num(value_of(run, "relative_norm_floor")) for run in runs]
     overlaps = overlap(*runs, by_energy=True)
     kept, turned, _ = decided(A_HALF, overlaps, bias=overlap_bias(*runs))
     table = joined.table().assign(
         overlap=overlaps.value.numpy(),
-        curve=[linear_cka(p, q) for p, q in zip(*map(_basis, runs), strict=True)],
         **statuses(joined.numbers["value"], floors[0], _contexts(reference)),
     )
     table = with_directions(table, kept, turned)
@@ -314,8 +310,7 @@ def positions(reference: Run, other: Run) -> Survival:
         "layer",
         "of a residual layer where it is above the noise: survives where at least half of the energy along its leading "
         "directions, as many as the rank, lies along the other's (overlap) and at least half of its relative norm is "
-        "left, and is lost where less of one is, each with the whole 95 % interval; curve: similarity of the "
-        "positions' Gram matrices (linear CKA), which is invariant to rotation",
+        "left, and is lost where less of one is, each with the whole 95 % interval",
         table.rename(columns={end: f"relative_norm_{end}" for end in ENDS}),
         norm,
         verb=("keeps its positional basis", "keep their positional basis"),
@@ -323,7 +318,6 @@ def positions(reference: Run, other: Run) -> Survival:
             rank,
             f"overlap of its leading directions {number(table['overlap'].mean(), 2)} (random: "
             f"{number(chance_overlap(reference), 2)})",
-            f"similarity of its Gram matrix (linear CKA) {number(table['curve'].mean(), 2)}",
         ),
         contexts=_contexts(reference),
     )
@@ -334,12 +328,6 @@ def _basis(run: Run) -> Float[Tensor, "layers positions width"]:
     grid = grid_of(run)
     first = 1 if grid is None else grid.leading
     return torch.from_numpy(need(run, "positional_basis")[:, first:]).double()
-
-
-def linear_cka(p: Float[Tensor, "positions width"], q: Float[Tensor, "positions width"]) -> float:
-    """Compute linear CKA, ⟨PPᵀ, QQᵀ⟩/(‖PPᵀ‖‖QQᵀ‖); NaN where a basis is zero."""
-    crossed, of_p, of_q = (torch.linalg.matrix_norm(a.T @ b) for a, b in ((p, q), (p, p), (q, q)))
-    return float(crossed.square() / (of_p * of_q))
 
 
 def overlap(first: Run, second: Run, *, by_energy: bool = False) -> Jackknifed:
@@ -413,7 +401,7 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         for kind, values in enumerate((two.double() - one, one.double(), two.double())):
             squares[kind, :, layer].index_add_(0, context, values.square().sum(dim=2).T)
     changed, old, new = squares.flatten(2)
-    difference, before, after = ((sums.sum(dim=0) / tokens).sqrt().numpy() for sums in (changed, old, new))
+    before, after = ((sums.sum(dim=0) / tokens).sqrt().numpy() for sums in (old, new))
     writes = before > 0
     left = combined(lambda lost: 1 - lost, ratio(changed, old))
     # Of a head that wrote nothing, 1 if it writes now.
@@ -424,7 +412,6 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         after=kept,
         difference=kept - writes,
         se=np.where(writes, left.error.numpy(), 0.0),
-        relative_difference=np.divide(difference, before, out=np.full(len(before), np.nan), where=writes),
         norm_before=before,
         norm_after=after,
         status=np.where(writes, status_of(survives, lost), NEW),
@@ -457,7 +444,7 @@ def entropies(reference: Run, other: Run) -> Survival:
         assert of_heads is not None  # a survey of a text has entropies
         share = torch.from_numpy(of_heads)
         shares = Jackknifed(share, entropy.without / (entropy.value / share))
-        return Units(run.heads[HEAD], {"value": entropy, "share": shares})
+        return run.heads[HEAD], {"value": entropy, "share": shares}
 
     joined = join(HEAD, units(reference), units(other))
     joined = joined.where(joined.table()["difference"].notna().to_numpy())
@@ -498,7 +485,7 @@ def head_types(reference: Run, other: Run) -> Survival:
     for role in ROLES:
         if any(role.column in run.heads for run in runs):
             scores = ({"value": _or_zero(number_of(run, "heads", role.column))} for run in runs)
-            joined = join(HEAD, *(Units(run.heads[HEAD], of) for run, of in zip(runs, scores, strict=True)))
+            joined = join(HEAD, *((run.heads[HEAD], of) for run, of in zip(runs, scores, strict=True)))
             units += [int((score.value >= role.threshold).sum()) for score in joined.numbers["value"]]
             of_role = by_halves(joined, role.threshold, _contexts(reference))
             of_role.insert(len(HEAD), "type", role.title)
@@ -519,9 +506,8 @@ def spectra(reference: Run, other: Run) -> Survival:
 
     def units(run: Run) -> Units:
         norm = number_of(run, "heads", "frobenius_squared").value.sqrt()
-        return Units(
-            run.heads[[*HEAD, "trace", "r", "regime"]], {"frobenius": Jackknifed.constant(norm, GROUPS)}
-        )
+        rows = run.heads[[*HEAD, "trace", "r", "regime"]]
+        return rows, {"frobenius": Jackknifed.constant(norm, GROUPS)}
 
     table = join(HEAD, units(reference), units(other)).table()
     table = table[table["frobenius_difference"].notna()].reset_index(drop=True)
@@ -538,5 +524,4 @@ def spectra(reference: Run, other: Run) -> Survival:
         Change("mean Frobenius norm of W_QK", first.mean(), second.mean()),
         verb=("keeps the norm and regime of W_QK", "keep the norm and regime of W_QK"),
         by_chance=expected_by_chance(holds),
-        certain=True,
     )

@@ -32,9 +32,6 @@ def write_series(runs: Mapping[str, Run], out: Path) -> tuple[pd.DataFrame, Path
 
     A row a run, by step: `name`, `step` (missing where a name has none), and `summary_row`. Curves need a step in each
     name, and no two alike; without, the page has the table alone.
-
-    Raises:
-        WorkError: they cannot be written.
     """
     rows = [{"name": name, "step": step_of(name), **summary_row(run)} for name, run in runs.items()]
     table = pd.DataFrame(rows).astype({"step": "Int64"})

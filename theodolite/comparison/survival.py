@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from theodolite.corpus.groups import GROUPS
 from theodolite.estimates import CONFIDENCE, SIGMAS, Estimate, Floats, sigmas
 from theodolite.judging import Answer, Criterion, Verdict, judge, mix_of, untestable
 from theodolite.report.drawing.heads import sink_name
-from theodolite.system.wording import counted, head_name, listed, number, percent
+from theodolite.system.wording import counted, head_name, listed, number, percent, with_error
 from theodolite.theory.unbiased import Jackknifed, combined
 
 SURVIVED, LOST, NEW, UNDECIDED = "survived", "lost", "new", "undecided"
@@ -26,26 +26,16 @@ HALF = 0.5  # what survives retains at least this share (ours)
 NEARLY_ALL = Criterion("at least", 0.9, "“keeps” read as: nine tenths are left (ours)")
 MORE_THAN_HARDLY_ANY = Criterion("more than", 0.1, "“loses” read as: a tenth is left, or less (ours)")
 BY_HALVES = "survives where at least half of that is left, and is lost where less is, each with the whole 95 % interval"
-ABOVE_NOISE = (
-    "and more often than by twice its standard error"  # one that few contexts show says nothing of the model
-)
+# One that few contexts show says nothing of the model.
+ABOVE_NOISE = "and more often than by twice its standard error"
 LEFT = Criterion("at least", 0.0, "ours")  # of what is left beyond the half that survives
 NAMED = 4  # units that a sentence names
 SIDES = ("before", "after")
 ENDS = (*SIDES, "difference", "se")
 
 Flags = npt.NDArray[np.bool_]
-Pair = tuple[
-    Jackknifed, Jackknifed
-]  # a number of every unit before and after, from the same groups of contexts
-
-
-@dataclass(frozen=True)
-class Units:
-    """The units of a run: a row each, and numbers of all by name."""
-
-    rows: pd.DataFrame
-    numbers: dict[str, Jackknifed]
+Units = tuple[pd.DataFrame, dict[str, Jackknifed]]  # of a run: a row each, and numbers of all by name
+Pair = tuple[Jackknifed, Jackknifed]  # of every unit before and after, from the same groups of contexts
 
 
 @dataclass(frozen=True)
@@ -81,16 +71,15 @@ def join(key: Sequence[str], before: Units, after: Units) -> Joined:
     All other columns become `COLUMN_before` and `COLUMN_after`.
     """
     frames = []
-    for units in (before, after):
+    for units, _ in (before, after):
         # Columns of pyarrow's texts cannot be merged where one of them is empty.
-        texts = dict.fromkeys(units.rows.select_dtypes(exclude="number"), object)
-        frames.append(units.rows.astype(texts).assign(place=np.arange(len(units.rows))))
+        texts = dict.fromkeys(units.select_dtypes(exclude="number"), object)
+        frames.append(units.astype(texts).assign(place=np.arange(len(units))))
     rows = frames[0].merge(frames[1], "outer", list(key), suffixes=("_before", "_after"), sort=True)
     old, new = (torch.tensor(rows.pop(f"place_{side}").fillna(-1).to_numpy(np.int64)) for side in SIDES)
-    numbers = {
-        name: (_taken(before.numbers[name], old), _taken(after.numbers[name], new)) for name in before.numbers
-    }
-    return Joined(rows, numbers)
+    return Joined(
+        rows, {name: (_taken(of, old), _taken(after[1][name], new)) for name, of in before[1].items()}
+    )
 
 
 def _taken(of_units: Jackknifed, places: Tensor) -> Jackknifed:
@@ -116,6 +105,13 @@ class Change:
         error = combined(torch.sub, before, after).error
         return cls(name, float(before.value), float(after.value), float(error))
 
+    @property
+    def told(self) -> tuple[str, float, float, str]:
+        """The name, the numbers, and the difference with its error in words, where there is one."""
+        change = self.after - self.before
+        words = with_error(change, self.error) if math.isfinite(change) else ""
+        return self.name, self.before, self.after, words
+
     def __str__(self) -> str:
         within = self.error > 0 and abs(self.after - self.before) <= sigmas(GROUPS) * self.error
         words = f"{self.name} {number(self.before)} → {number(self.after)}"
@@ -134,13 +130,14 @@ class Survival:
     table: pd.DataFrame
     moved: Change  # the part in one number
     verb: tuple[str, str] = ("survives", "survive")  # what a unit that survives does, of one and of several
-    details: tuple[str | Change, ...] = ()  # further clauses of the sentence, where anything changed
+    details: tuple[str | Change, ...] = ()  # further clauses of the sentence
     weight: str = ""  # the column by which units count; empty: each counts once
     by_chance: float = 0.0  # how many units would survive if heads were matched at random; 0: none
     paired: Estimate | None = None  # share of the whole family left, over contexts; None: read off the units
     further: tuple[Verdict, ...] = ()  # verdicts on more than what survives
-    contexts: int = 0  # that the units' errors rest on; 0: none are known, so that the part is not decided
-    certain: bool = False  # no other text would say anything else: spectra of weights, or one model twice
+    contexts: int = (
+        0  # that the units' errors rest on; 0: no other text would say anything else, as of weights
+    )
 
     def count(self, status: str) -> int:
         """Count the units with this status."""
@@ -176,25 +173,15 @@ class Survival:
             return self.paired
         survived, lost, unknown = self._of_reference(self.weight)
         could = survived + lost + unknown - self.by_chance
-        low, high = (
-            max(kept - self.by_chance, 0.0) / could if could > 0 else math.nan
-            for kept in (survived, survived + unknown)
-        )
-        if self.certain and not unknown:
-            return Estimate.exact(low)
+        kept = (survived, survived + unknown)
+        low, high = (max(each - self.by_chance, 0.0) / could if could > 0 else math.nan for each in kept)
         if not self.contexts:
-            return Estimate((low + high) / 2)
+            return Estimate.exact(low)
         error = (high - low) / 2 / SIGMAS
         if self.weight:
             limit = NEARLY_ALL.limit
             error += math.sqrt(limit * (1 - limit) / self.contexts) + 0.5 / self.contexts / SIGMAS
         return Estimate((low + high) / 2, error, self.contexts, "contexts", by_chance=True)
-
-    def of_one_model(self) -> Survival:
-        """Return the part for a model compared with itself: if no number differs, all survives, on any text."""
-        table = self.table.assign(status=self.table["status"].replace(UNDECIDED, SURVIVED))
-        part = replace(self, table=table, certain=True)
-        return part if part.exact else self
 
     def verdict(self, claim: str) -> Verdict:
         """Judge whether nearly all of the part is left, hardly any (it fails), or neither (in part).
@@ -212,38 +199,25 @@ class Survival:
         return self.verdict("").answer
 
     @property
-    def exact(self) -> bool:
-        """True if nothing differs at all."""
-        turned = (self.table.filter(["cosine", "overlap"]) < 1 - 1e-6).any(axis=None)
-        differs = self.table.filter(regex="difference$").fillna(0).any(axis=None)
-        return self.count(SURVIVED) == len(self.table) and not turned and not differs
-
-    @property
     def sentence(self) -> str:
         """The result in words."""
         if not len(self.table):
             return f"Neither model has any {self.unit} on this text."
-        if self.exact:
-            numbers = [detail for detail in self.details if isinstance(detail, str)]
-            clauses = [f"All {counted(len(self.table), self.unit)} {self.verb[1]}, unchanged", *numbers]
-        else:
-            clauses = [self.counts() if self.of_reference else f"The reference has no {self.unit}"]
-            clauses += map(str, (self.moved, *self.details))
-            for status in (LOST, NEW):  # those that changed most first
-                rows = self.table[self.table["status"] == status]
-                if "difference" in rows:
-                    rows = rows.sort_values("difference", key=lambda of: -of.abs(), kind="stable")
-                if names := self._named(rows):
-                    clauses.append(f"{status}: {listed(names, NAMED)}")
+        clauses = [self.counts() if self.of_reference else f"The reference has no {self.unit}"]
+        clauses += map(str, (self.moved, *self.details))
+        for status in (LOST, NEW):  # those that changed most first
+            rows = self.table[self.table["status"] == status]
+            if "difference" in rows:
+                rows = rows.sort_values("difference", key=lambda of: -of.abs(), kind="stable")
+            if names := self._named(rows):
+                clauses.append(f"{status}: {listed(names, NAMED)}")
         return "; ".join(clauses) + "."
 
     def _named(self, rows: pd.DataFrame) -> list[str]:
         """Name lost or new units: dimensions, layers, or heads and sinks with their numbers before and after."""
         if "dimension" in rows:
             layers = rows.groupby("dimension")["layer"].nunique().sort_values(ascending=False, kind="stable")
-            return [
-                f"dimension {dimension} in {counted(many, 'layer')}" for dimension, many in layers.items()
-            ]
+            return [f"dimension {name} in {counted(many, 'layer')}" for name, many in layers.items()]
         if "head" not in rows:
             return [f"layer {layer}" for layer in rows["layer"]]
         names = []

@@ -32,8 +32,7 @@ from theodolite.sinks.interventions import attention_knockout, head_knockout
 from theodolite.sinks.prompt import LEFT_OUT, HeadView, PromptPass, head_view, read_prompt
 from theodolite.system.progress import ShowStage
 from theodolite.system.wording import counted
-from theodolite.theory.colouring import principal_scores, rgb
-from theodolite.theory.grouping import chance_explained, variance_explained
+from theodolite.theory.grouping import chance_explained, principal_scores, rgb, variance_explained
 
 MOST_TOKENS = (
     512  # of a prompt, whose attention is drawn whole: a megabyte and a half on their way to the page

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import torch
@@ -29,12 +29,9 @@ from theodolite.system.files import disk_errors, write_text
 from theodolite.system.run_folders import TRACE
 
 SCHEMA_VERSION = 2
-LEAST_SHARE = (
-    0.01  # of contexts that have a sink or massive activation, or of tokens that have an outlier, for a rule
-)
+# Of contexts that have a sink or massive activation, or of tokens that have an outlier, for a rule.
+LEAST_SHARE = 0.01
 NEARLY_ALL = 0.9  # a token has a rule where at least this share of its occurrences are sinks, or massive
-
-Kind = Literal["sink", "outlier dimension", "massive activation"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,7 @@ class Rule:
     """One sink, outlier dimension or massive activation to exclude.
 
     Attributes:
+        kind: sink, outlier dimension, or massive activation.
         layer: the block of a head; or the residual layer of a dimension, 0 entering the first block.
         first: only at position 0 (True), only later (False), wherever it stands (None).
         token_id, token: only of this token; None: of every token, and of a sink without `first` the learned column.
@@ -49,7 +47,7 @@ class Rule:
         occurrences, of_occurrences: how often the token stands after position 0, and the share of these that are such.
     """
 
-    kind: Kind
+    kind: str
     layer: int
     head: int | None = None
     dimension: int | None = None
@@ -62,29 +60,21 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Accuracy:
-    """Of the tokens that are flagged, the share that are sinks or massive (precision); of these, the share flagged."""
-
-    precision: float
-    recall: float
-
-
-@dataclass(frozen=True)
 class Exclusions:
     """Rules and single occurrences, and the model and text that they are from.
 
     Attributes:
         rules: in the order of layers.
         occurrences: that no rule flags: layer, key of the context (`context_key`) and position.
-        accuracy: of `tokens` and of `mask` on that text, by these names: of tokens that are sinks or massive in any
-            layer. Empty where none is, and for a survey.
+        accuracy: of `tokens` and of `mask` on that text, by these names: `precision`, the share of flagged tokens that
+            are sinks or massive in any layer, and `recall`, of these the share flagged. Empty for a survey.
         model: id, revision and hash of the checkpoint.
         corpus: name and hash of the text.
     """
 
     rules: tuple[Rule, ...]
     occurrences: tuple[tuple[int, int, int], ...] = ()
-    accuracy: dict[str, Accuracy] = field(default_factory=dict)
+    accuracy: dict[str, dict[str, float]] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     corpus: dict[str, Any] = field(default_factory=dict)
 
@@ -189,11 +179,7 @@ class Exclusions:
         return sorted({r.dimension for r in self.rules if r.layer == layer and r.dimension is not None})
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON file, at once or not at all, and the folders above it.
-
-        Raises:
-            WorkError: it cannot be written.
-        """
+        """Write the JSON file, at once or not at all, and the folders above it; `WorkError` if the disk refuses."""
         values = {"schema_version": SCHEMA_VERSION, **asdict(self)}
         values["rules"] = [{k: v for k, v in rule.items() if v is not None} for rule in values["rules"]]
         with disk_errors(Path(path)):
@@ -202,33 +188,23 @@ class Exclusions:
 
     @classmethod
     def load(cls, path: str | Path) -> Exclusions:
-        """Load a file that `save` wrote.
-
-        Raises:
-            UsageError: it is not there, damaged, or of a newer schema.
-        """
+        """Load a file that `save` wrote; `UsageError` where it is not there, damaged, or of a newer schema."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             version = values["schema_version"]
             if version != SCHEMA_VERSION:
                 do = "upgrade theodolite" if version > SCHEMA_VERSION else "make it anew"
                 raise UsageError(f"{path} has schema {version}, this theodolite reads {SCHEMA_VERSION}: {do}")
-            return cls(
-                tuple(Rule(**rule) for rule in values["rules"]),
-                tuple(
-                    (int(layer), int(key), int(position)) for layer, key, position in values["occurrences"]
-                ),
-                {of: Accuracy(**measured) for of, measured in values["accuracy"].items()},
-                values["model"],
-                values["corpus"],
-            )
+            rules = tuple(Rule(**rule) for rule in values["rules"])
+            occurrences = tuple((layer, key, position) for layer, key, position in values["occurrences"])
+            return cls(rules, occurrences, values["accuracy"], values["model"], values["corpus"])
         except FileNotFoundError:
             raise UsageError(f"no file at {path}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is no file of exclusions that theodolite wrote ({error})") from error
 
 
-def _rule(kind: Kind, row: Any, share: float, **more: Any) -> Rule:
+def _rule(kind: str, row: Any, share: float, **more: Any) -> Rule:
     """Make a rule about the head or dimension of a row."""
     part = "head" if kind == "sink" else "dimension"
     more[part] = int(getattr(row, part))
@@ -236,7 +212,7 @@ def _rule(kind: Kind, row: Any, share: float, **more: Any) -> Rule:
 
 
 def _token_rules(
-    kind: Kind, table: pd.DataFrame, places: pd.DataFrame, contexts: int, least_share: float
+    kind: str, table: pd.DataFrame, places: pd.DataFrame, contexts: int, least_share: float
 ) -> Iterator[Rule]:
     """Make a rule of each token that is a sink of a head, or massive in a dimension, nearly wherever it stands."""
     texts = dict(zip(table["token_id"], table["token"], strict=True))
@@ -248,16 +224,9 @@ def _token_rules(
     for row in counts.itertuples():
         share, of_occurrences = row.contexts / contexts, row.places / row.occurrences
         if share >= least_share and of_occurrences >= NEARLY_ALL:
-            yield _rule(
-                kind,
-                row,
-                share,
-                first=False,
-                token_id=int(row.token_id),
-                token=str(texts[row.token_id]),
-                occurrences=int(row.occurrences),
-                of_occurrences=float(of_occurrences),
-            )
+            token = {"token_id": int(row.token_id), "token": str(texts[row.token_id])}
+            seen = {"occurrences": int(row.occurrences), "of_occurrences": float(of_occurrences)}
+            yield _rule(kind, row, share, first=False, **token, **seen)
 
 
 def _surveyed_rules(run: Run, contexts: int, least_share: float) -> Iterator[Rule]:
@@ -283,7 +252,7 @@ def _found_rules(outliers: Outliers, contexts: int, least_share: float) -> Itera
 
 def _remembered(
     places: pd.DataFrame, rules: Iterable[Rule], contexts: int
-) -> tuple[tuple[tuple[int, int, int], ...], dict[str, Accuracy]]:
+) -> tuple[tuple[tuple[int, int, int], ...], dict[str, dict[str, float]]]:
     """Return the places that no rule of their layer flags, and the accuracy of rules alone and with these."""
     if not len(places):
         return (), {}
@@ -299,7 +268,10 @@ def _remembered(
     flagged = later.drop_duplicates("token_id")["occurrences"].sum() + (contexts if of_first else 0)
     right = len(later) + ((true["position"] == 0).sum() if of_first else 0)
     accuracy = {
-        "tokens": Accuracy(float(right / flagged) if flagged else 1.0, float(right / len(true))),
-        "mask": Accuracy(float(len(true) / (flagged + len(true) - right)), 1.0),
+        "tokens": {
+            "precision": float(right / flagged) if flagged else 1.0,
+            "recall": float(right / len(true)),
+        },
+        "mask": {"precision": float(len(true) / (flagged + len(true) - right)), "recall": 1.0},
     }
     return tuple(remembered), accuracy

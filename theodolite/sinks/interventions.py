@@ -33,7 +33,7 @@ Factors = Mapping[str, tuple[Float[Tensor, "features rank"], Float[Tensor, "rank
 """For "q", "k", "v": left @ right is taken from the matrix as `nn.Linear` holds it, features head by head."""
 
 LEAST_SHARE = (
-    1e-6  # a head that writes less of a direction writes none of it: what float32 weights are exact to
+    1e-6  # of a direction, what float32 weights are exact to: a head that writes less writes none of it
 )
 
 
@@ -89,7 +89,7 @@ def ablate_direction(
             rows = torch.linalg.svd(weights, full_matrices=False).Vh[:rank]
             along = normal / torch.linalg.vector_norm(normal) @ rows
         component, step = weights @ unit, along @ backwards
-        chosen = None if queries is None else _PositionFlags(queries, "query")
+        chosen = None if queries is None else _flags(queries, "query")
 
     def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
         output = answer(inputs)
@@ -100,7 +100,7 @@ def ablate_direction(
                 raise UsageError(
                     "queries at given positions need whole contexts; call generate with use_cache=False"
                 )
-            taken = taken * chosen.of(inputs.query.shape[0], inputs.query.shape[2]).to(taken)
+            taken = taken * _fitted(chosen, "query", len(taken), inputs.query.shape[2]).to(taken)
         output = output.clone()
         output[:, :, head] = (head_output - taken.unsqueeze(-1) * step.to(head_output)).to(output.dtype)
         return output
@@ -133,7 +133,7 @@ def head_knockout(model: OpenModel, layer: int, head: int) -> Iterator[None]:
 def attention_knockout(
     model: OpenModel, layer: int, head: int | None, positions: Positions, *, sink_column: bool = False
 ) -> Iterator[None]:
-    """Keep the queries of a head from attending to some keys, while open. Memory grows linearly with the keys.
+    """Keep the queries of a head from attending to some keys, while open.
 
     The keys' weights are exactly 0, the others' add up to 1. A query that sees no other key (position 0 sees itself
     only) keeps its weights, up to the rounding of logits; a learned sink column that is not masked it pays all. A tap
@@ -154,7 +154,7 @@ def attention_knockout(
     heads = list(range(model.heads_of[layer])) if head is None else [head]
     window = getattr(attention, "sliding_window", None)
     with guarded(model.root):
-        chosen = _PositionFlags(positions, "key", may_be_none=sink_column)
+        chosen = _flags(positions, "key", may_be_none=sink_column)
 
     def intervene(inputs: AttentionInputs, answer: Answer) -> Tensor:
         if sink_column and inputs.sink is None:
@@ -165,7 +165,7 @@ def attention_knockout(
                 f"the cache of this layer keeps the last {window} keys only, so that positions cannot be told any "
                 "more; call generate with use_cache=False"
             )
-        masked = chosen.of(contexts, keys).to(inputs.key.device)
+        masked = _fitted(chosen, "key", contexts, keys).to(inputs.key.device)
         return answer(mask_keys(inputs, masked, heads, sink_column))
 
     place = {"layer": layer, "head": head, "positions": positions, "sink_column": sink_column}
@@ -210,17 +210,22 @@ def without_low_rank(
             matrix = projection.matrix().double()
             if factors is None:
                 assert rank is not None
-                left, right = _leading_factors(matrix, rank, name)
+                if not 1 <= rank <= min(matrix.shape):
+                    most = min(matrix.shape)
+                    raise UsageError(f"rank {rank} is not between 1 and {most}, the rank of W_{name.upper()}")
+                _, directions = by_gram_matrix(matrix, rank)
+                left, right = matrix @ directions, directions.T
             else:
-                left, right = _checked_factors(factors[name], matrix, name)
+                left, right = (factor.detach().to(matrix) for factor in factors[name])
             if control is not None:
                 left, right = _random_like(left, right, len("qkv") * control + number)
-            low_rank = left @ right
+            if (low_rank := left @ right).shape != matrix.shape:
+                of_part, of_whole = tuple(low_rank.shape), tuple(matrix.shape)
+                raise UsageError(f"factors of W_{name.upper()} multiply to {of_part}, not to {of_whole}")
             shares[name] = float(low_rank.square().sum() / matrix.square().sum().clamp_min(1e-300))
             remaining[name] = matrix - low_rank
         replacements = [(projection, remaining[name]) for name, projection in projections.items()]
-    described_as = described("without_low_rank", layer=layer, **remaining)
-    with model.intervention(described_as, replaced(replacements)):
+    with model.intervention(described("without_low_rank", layer=layer, **remaining), replaced(replacements)):
         yield shares
 
 
@@ -253,39 +258,30 @@ def _writable_part(
     return part / norm, share
 
 
-class _PositionFlags:
-    """Positions as a bool tensor, checked against the contexts of each pass."""
-
-    def __init__(self, positions: Positions, name: str, may_be_none: bool = False) -> None:
-        self._name = name
-        given = torch.as_tensor(positions).cpu()
-        if given.dtype == torch.bool and given.ndim in (1, 2):
-            self._flags = given.reshape(-1, given.shape[-1])
-        elif given.numel() == 0 or (given.ndim <= 1 and not given.is_floating_point()):
-            numbers = given.flatten().long()
-            if (numbers < 0).any():
-                raise UsageError(f"{name} position {int(numbers.min())} does not exist: they count from 0")
-            self._flags = torch.zeros(1, int(numbers.max()) + 1 if len(numbers) else 1, dtype=torch.bool)
-            self._flags[0, numbers] = True
-        else:
-            what = f"{given.dtype} of shape {tuple(given.shape)}"
+def _flags(positions: Positions, name: str, may_be_none: bool = False) -> Bool[Tensor, "rows length"]:
+    """Mark positions as True: in one row for all contexts, or in a row for each."""
+    given = torch.as_tensor(positions).cpu()
+    if given.dtype != torch.bool and len(given := given.flatten()):
+        if given.is_floating_point() or given.min() < 0:
             raise UsageError(
-                f"{name} positions must be whole numbers or a bool tensor (contexts, positions), not {what}"
+                f"{name} positions are {given.tolist()}: give whole numbers from 0 on, or a bool tensor"
             )
-        if not may_be_none and not self._flags.any():
-            raise UsageError(f"no {name} positions were given")
+        given = torch.nn.functional.one_hot(given.long()).amax(dim=0).bool()
+    if not may_be_none and not given.any():
+        raise UsageError(f"no {name} positions were given")
+    return torch.atleast_2d(given.bool())
 
-    def of(self, contexts: int, length: int) -> Bool[Tensor, "contexts_or_1 length"]:
-        """Mark the chosen ones of the first `length` positions."""
-        flags = self._flags
-        if len(flags) not in (1, contexts):
-            raise UsageError(
-                f"{self._name} positions are given for {len(flags)} contexts, the pass has {contexts}"
-            )
-        if flags[:, length:].any():
-            last = int(flags.any(dim=0).nonzero().max())
-            raise UsageError(f"{self._name} position {last} does not exist: the pass has {length} tokens")
-        return torch.nn.functional.pad(flags[:, :length], (0, max(0, length - flags.shape[1])))
+
+def _fitted(
+    flags: Bool[Tensor, "rows given"], name: str, contexts: int, length: int
+) -> Bool[Tensor, "rows length"]:
+    """Cut or lengthen marks to the positions of a pass."""
+    if len(flags) not in (1, contexts):
+        raise UsageError(f"{name} positions are given for {len(flags)} contexts, the pass has {contexts}")
+    if flags[:, length:].any():
+        last = int(flags.any(dim=0).nonzero().max())
+        raise UsageError(f"{name} position {last} does not exist: the pass has {length} tokens")
+    return torch.nn.functional.pad(flags, (0, length - flags.shape[1]))  # a negative width cuts
 
 
 def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[str, Projection]:
@@ -302,28 +298,6 @@ def _projections(model: OpenModel, layer: int, names: tuple[str, ...]) -> dict[s
         module = model.structure.names[layer]
         raise UsageError(f"layer {layer}: the values of {module} are not its input times one weight matrix")
     return wanted
-
-
-def _leading_factors(
-    matrix: Float64[Tensor, "features width"], rank: int, name: str
-) -> tuple[Tensor, Tensor]:
-    """Factor the leading part of an SVD."""
-    most = min(matrix.shape)
-    if not 1 <= rank <= most:
-        raise UsageError(f"rank {rank} is not between 1 and {most}, the rank of W_{name.upper()}")
-    _, directions = by_gram_matrix(matrix, rank)
-    return matrix @ directions, directions.T
-
-
-def _checked_factors(factors: tuple[Tensor, Tensor], matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    left, right = (factor.detach().double().to(matrix.device) for factor in factors)
-    rows, columns = matrix.shape
-    if left.shape != (rows, len(right)) or right.shape != (len(right), columns):
-        raise UsageError(
-            f"factors of W_{name.upper()} have the shapes {tuple(left.shape)} and {tuple(right.shape)}; they must "
-            f"multiply to {tuple(matrix.shape)}"
-        )
-    return left, right
 
 
 def _random_like(left: Tensor, right: Tensor, seed: int) -> tuple[Tensor, Tensor]:

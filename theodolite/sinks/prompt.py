@@ -51,11 +51,7 @@ class PromptPass(Hooks):
         return output
 
     def written(self, model: OpenModel, layer: int, head: int) -> Float[Tensor, "positions width"]:
-        """Compute what a head adds to the residual stream, through W_O, in float64.
-
-        Raises:
-            WorkError: what leaves the attention is no fixed affine function of its heads' outputs.
-        """
+        """Compute what a head adds to the residual stream, through W_O, in float64."""
         output = self.layers[layer][1][0, :, head]
         return output.double().cpu() @ model.output_weights(layer)[head].double().cpu()
 
@@ -115,22 +111,16 @@ def head_view(read: PromptPass, layer: int, head: int) -> HeadView:
     inputs, _, catches = read.layers[layer]
     with torch.inference_mode():
         weights, visible, received = (of[0] for of in attention_paid(inputs.of_heads([head])))
-    has_column = inputs.sink is not None
     own = catches.head == head
-    of_sinks = (
-        catches.position[own],
-        catches.received[own],
-        catches.caught[own].sum(dim=1),
-        catches.local[own],
-    )
+    columns = (catches.position, catches.received, catches.caught.sum(dim=1), catches.local)
     return HeadView(
         layer=layer,
         head=head,
         tokens=read.tokens,
         attention=weights.masked_fill(~visible, torch.nan).numpy(),
-        learned=(1 - weights.sum(dim=-1)).numpy() if has_column else np.zeros(len(weights)),
+        learned=np.zeros(len(weights)) if inputs.sink is None else (1 - weights.sum(dim=-1)).numpy(),
         received=received.numpy(),
-        sinks=tuple(Sink(*of_sink) for of_sink in zip(*(of.tolist() for of in of_sinks), strict=True)),
+        sinks=tuple(map(Sink, *(column[own].tolist() for column in columns))),
         group=groups_of(read, layer, head).numpy(),
     )
 

@@ -7,7 +7,6 @@ still to be seen.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -36,9 +35,10 @@ from theodolite.passes.run import Run, describe_corpus, describe_model, describe
 from theodolite.passes.weights_pass import OUTPUT_TITLE, widest_output_weights
 from theodolite.system.progress import ShowStage
 
+ONE_BY_ONE = torch.device("cpu")  # a context at a time, on every device: each has sinks of its own
 _LayerCatch = tuple[
     Catches, tuple[Tensor, Tensor]
-]  # of a context, and their rows in the sums by sink and by head
+]  # of a context, and their rows in sums by sink and by head
 
 
 class TracePass(CorpusPass):
@@ -72,15 +72,14 @@ class TracePass(CorpusPass):
         """Measure what is left of the tags of all earlier layers."""
         refuse_nonfinite_stream(layer, hidden)
         self._entering = hidden
-        so_far = [
-            Catches.joined([catches for catches, _ in caught]) if caught else None for caught in self._caught
-        ]
 
         def work(part: slice) -> dict[str, Tensor] | None:
-            catches = so_far[part.start]
-            return catches and released(catches.to(hidden.device), hidden[part.start])
+            if not (caught := self._caught[part.start]):
+                return None
+            so_far = Catches.joined([catches for catches, _ in caught])
+            return released(so_far.to(hidden.device), hidden[part.start])
 
-        for context, sums in enumerate(self._each(work)):
+        for context, sums in enumerate(each_part(work, len(self._keys), ONE_BY_ONE)):
             if sums is not None:
                 sinks, heads = map(torch.cat, zip(*(rows for _, rows in self._caught[context]), strict=True))
                 self.tags.add_place((sinks, heads), 1 + layer, sums, self._first + context)
@@ -103,7 +102,7 @@ class TracePass(CorpusPass):
             before = released(catches, self._entering[part.start].to(output.device))
             return output, catches, (*measured(catches, of_heads, value, metric[heads]), before)
 
-        results = self._each(work)
+        results = each_part(work, len(self._keys), ONE_BY_ONE)
         for context, (_, catches, numbers) in enumerate(results):
             if numbers is not None:
                 sums, tag, before = numbers
@@ -113,10 +112,6 @@ class TracePass(CorpusPass):
                 self.tags.add_place(rows, 1 + layer, before, number)
                 self._caught[context].append((catches, rows))
         return torch.cat([output for output, _, _ in results])
-
-    def _each(self, work: Any) -> list[Any]:
-        # One context at a time on every device: each has sinks of its own.
-        return each_part(work, len(self._keys), torch.device("cpu"))
 
 
 @measures("model")

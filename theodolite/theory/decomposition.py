@@ -63,11 +63,7 @@ class DecompositionByGroups:
 
 
 def decompose(h: Tensor) -> Decomposition:
-    """Split hidden states (contexts, positions, width) of one layer by two-way means.
-
-    Raises:
-        UsageError: the tensor does not have three non-empty dimensions.
-    """
+    """Split hidden states (contexts, positions, width) of one layer by two-way means; `UsageError` for other shapes."""
     if h.ndim != 3 or 0 in h.shape:
         raise UsageError(f"h has shape {tuple(h.shape)}: give non-empty (contexts, positions, width)")
     position_mean = h.double().mean(0)

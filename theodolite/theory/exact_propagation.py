@@ -1,8 +1,6 @@
 """Compute the propagation probability of a finite context without the Gaussian approximation of `propagation`.
 
-For tokens that walk at random with Gaussian steps, s_i − 1/T is a quadratic form of Gaussians, Q = Σ_k μ_k χ²_k with
-independent χ² of one degree of freedom, and ρ_i the probability that it lies in an interval. That is found by inverting
-the form's characteristic function φ.
+ρ_i is the probability that a quadratic form of Gaussians lies in an interval; its characteristic function is inverted.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
@@ -33,20 +32,10 @@ _CENTRAL = 0.25
 
 _TAIL = 1e-13  # probability beyond the two ends of the window in which Q is resolved; it bounds the aliasing error
 _TRUNCATION = 1e-12  # bounds what the quadrature leaves out beyond its last node
-_FRACTIONS = (
-    0.8,
-    0.6,
-    0.4,
-    0.25,
-    0.15,
-    0.08,
-    0.04,
-    0.02,
-)  # of the largest argument, where Chernoff's bound is tried
+# Of the largest argument, where Chernoff's bound is tried.
+_FRACTIONS = (0.8, 0.6, 0.4, 0.25, 0.15, 0.08, 0.04, 0.02)
 _CHUNK = 64
-_STRAIGHT_NODES = (
-    512  # it needs 40 to 200 where a few weights are of similar size; beyond, the bent contour takes over
-)
+_STRAIGHT_NODES = 512  # 40 to 200 do where a few weights are alike; beyond, the bent contour takes over
 
 # The bent contour leans towards 22.5° from the vertical, half-way between two limits: at 0° the oscillation of
 # e^(−s·end) is not damped, and from 45° on many small weights, which act like one Gaussian, make it grow.
@@ -54,13 +43,9 @@ _BEND = math.tan(math.pi / 8)
 # exp(−2π·(π/8)/0.04) = 2e-27 would be the error of the midpoint rule if the integrand were no larger in the strip of
 # half-width π/8 around u than on the contour. Near the strip's edges it is larger; this leaves room.
 _BENT_STEP = 0.04
-_BENT_LENGTH = (
-    72.0  # where u ends at the latest: a single weight's integrand falls like e^(−u/2), which is then 2e-16
-)
+_BENT_LENGTH = 72.0  # where u ends at the latest: a single weight's integrand, like e^(−u/2), is then 2e-16
 _BENT_VANISHED = 1e-15  # modulus of the bent contour's integrand that counts as zero
 _ELEMENTS = 1 << 21  # of the largest temporary array
-
-Curve = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
@@ -80,9 +65,7 @@ def propagation_exact(
     needs, between which it is interpolated.
 
     The absolute error is below 1e-9. A head with zero weights propagates every key: ρ = 1. NaN or an infinite
-    eigenvalue gives NaN. No gradient passes; `propagation_finite` has one. Cost, for one curve at any T: O(d), then
-    mostly 0.02 to 0.3 s of one core at d = T = 4096 (`benchmarks/propagation.py`); a few seconds with one or two
-    eigenvalues above thousands of small ones whose sum is far from zero.
+    eigenvalue gives NaN. No gradient passes; `propagation_finite` has one.
 
     Args:
         eigenvalues: w, those of W = W_QK Σ; zeros may be left out. Not divided by the temperature.
@@ -94,11 +77,10 @@ def propagation_exact(
     check_length(length)
     check_real("eigenvalues", eigenvalues, "give those of the symmetric part")
     scaled = eigenvalues.double() / checked_temperature(temperature, eigenvalues.device)[..., None]
-    heads = scaled.shape[:-1]
-    result = scaled.new_zeros(math.prod(heads), length)
-    for curve, head in zip(result, scaled.reshape(len(result), scaled.shape[-1]), strict=True):
-        curve[:] = _symmetric_curve(head, length)
-    return result.reshape(*heads, length)
+    result = scaled.new_zeros(*scaled.shape[:-1], length)
+    for head in np.ndindex(scaled.shape[:-1]):
+        result[head] = _symmetric_curve(scaled[head], length)
+    return result
 
 
 def _symmetric_curve(eigenvalues: Tensor, length: int) -> Tensor:
@@ -158,7 +140,7 @@ def _quadrature(points: Tensor) -> tuple[Tensor, Tensor]:
     return centre + half * angles.cos(), (angles[:, None] * orders).cos() @ moments / _BIN_NODES
 
 
-def _along_context(curve: Curve, length: int, device: torch.device) -> Tensor:
+def _along_context(curve: Callable[[Tensor], Tensor], length: int, device: torch.device) -> Tensor:
     """Evaluate a curve at i = 1 … T, or at Chebyshev nodes of an interpolant that has converged."""
     positions = torch.arange(1, length + 1, dtype=torch.float64, device=device)
     middle, half = (length + 1) / 2, (length - 1) / 2
@@ -191,16 +173,13 @@ def probability_between(
 ) -> Float64[Tensor, " forms"]:
     """Compute P(low ≤ Q ≤ high) for each Q = Σ_k μ_k χ²(m_k), with an absolute error below 1e-10.
 
-    Where |φ| falls fast, the midpoint rule of Davies 1973 on the real axis of φ(t) = Π (1 − 2itμ_k)^(−m_k/2):
+    Where |φ| falls fast by the midpoint rule of Davies 1973 on the real axis of φ(t) = Π (1 − 2itμ_k)^(−m_k/2),
 
-        P = (2/π) Σ_k Δ sin(t_k (high − low)/2)/t_k · Re[φ(t_k) e^(−i t_k (low + high)/2)],  t_k = (k + ½)Δ.
+        P = (2/π) Σ_k Δ sin(t_k (high − low)/2)/t_k · Re[φ(t_k) e^(−i t_k (low + high)/2)],  t_k = (k + ½)Δ,
 
-    With Δ = 2π/(length of a window that Q leaves with probability 1e-13, by Chernoff) the aliasing error is
-    below that; the sum stops at t with (2/π) |φ(t)|/p(t) < 1e-12, where p = −d ln|φ|/d ln t only grows.
-
-    Where |φ| falls slowly (one or two weights above all others), each end separately along
-    s = it = R (i sinh u ± tan 22.5° (cosh u − 1)): a contour through the pole at 0 that leans to the side on
-    which e^(K(s) − sx) falls exponentially; the midpoint rule in u then converges geometrically.
+    with Δ = 2π/(length of a window that Q leaves with probability 1e-13). Where it falls slowly (one or two weights
+    above all others), each end separately along s = it = R (i sinh u ± tan 22.5° (cosh u − 1)), a contour through the
+    pole at 0 that leans to the side on which e^(K(s) − sx) falls exponentially.
 
     Args:
         weights: μ, (n, K); any sign. A row of zeros is the constant Q = 0. NaN gives NaN.
@@ -269,12 +248,9 @@ def _quantile(weights: Tensor, counts: Tensor) -> Tensor:
     """Bound Q: a value exceeded with probability below `_TAIL`, the least (K(s) − ln tail)/s tried (Chernoff)."""
     # Where no weight is positive, any s > 0 is allowed; one hundredth of the largest modulus keeps it finite.
     limit = 0.5 / weights.amax(-1).clamp_min(0.01)
-    best = torch.full_like(limit, math.inf)
-    for fraction in _FRACTIONS:
-        argument = fraction * limit
-        generating = -0.5 * (torch.log1p(-2 * argument[:, None] * weights) @ counts)
-        best = torch.minimum(best, (generating - math.log(_TAIL)) / argument)
-    return best
+    arguments = limit * limit.new_tensor(_FRACTIONS)[:, None]
+    generating = -0.5 * (torch.log1p(-2 * arguments[..., None] * weights) @ counts)
+    return ((generating - math.log(_TAIL)) / arguments).amin(0)
 
 
 def _bent(weights: Tensor, counts: Tensor, end: Tensor, lower: Tensor, upper: Tensor) -> Tensor:

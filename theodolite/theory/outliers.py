@@ -19,7 +19,7 @@ from torch import Tensor
 
 MAD_TO_SD = 1.4826  # 1/Φ⁻¹(3/4): a normal variable's standard deviation over its median absolute deviation
 MAD_EFFICIENCY = (
-    0.3675  # it is as noisy as the standard deviation of so many fewer values (Rousseeuw & Croux 1993)
+    0.3675  # as noisy as the standard deviation of such a share of values (Rousseeuw & Croux 1993)
 )
 GUMBEL_MEDIAN = 0.36651  # −ln ln 2, of the standard Gumbel law F(y) = exp(−exp(−y))
 GUMBEL_MAD = 0.76705  # a with F(median + a) − F(median − a) = ½
@@ -92,8 +92,7 @@ def typical_magnitude(log_mean: Tensor) -> Tensor:
     A dimension with |x| = 1000 in one of 1000 tokens and 1 in all others has RMS 31.6 and a typical magnitude of 1.007:
     it carries massive activations and is no outlier dimension. A dimension that is always 0 has 0.
     """
-    rounding = 1e-3
-    return torch.where(log_mean < math.log(SMALLEST) + rounding, 0.0, log_mean.exp())
+    return torch.where(log_mean < math.log(SMALLEST) + 1e-3, 0.0, log_mean.exp())
 
 
 def dimension_limit(width: int, level: float) -> float:

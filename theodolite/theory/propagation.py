@@ -38,12 +38,9 @@ def propagation(
         raise UsageError(f"eta is {least:g}: a scale is not negative, give 0 or more")
     # Adding 0 makes −0 a 0, whose reciprocal is +∞.
     theta, xi, eta = theta.double(), xi.double()[..., None], eta.double()[..., None] + 0.0
-    if variant == "corrected":
-        spread = (2 * theta**2 - 2 * theta + 7 / 12).sqrt()
-    elif variant == "published":
-        spread = (2 * theta**2 + 7 / 12).sqrt()
-    else:
+    if variant not in ("corrected", "published"):
         raise UsageError(f"unknown variant {variant!r}: use 'corrected' or 'published'")
+    spread = (2 * theta**2 - (2 * theta if variant == "corrected" else 0) + 7 / 12).sqrt()
     mean = (theta - 0.5) * xi
     return _normal_between(-mean / spread, (1 / eta - mean) / spread)
 
@@ -69,9 +66,8 @@ def propagation_finite(
         s_aa = aᵀK a   = i/T² − i (2T+1−i)/T³ + (T+1)(2T+1)/(6T³)
         s_bb = T.
 
-    As T → ∞ the variance tends to ((θ² − θ + ⅓) ‖·‖_F² + (θ − ½)² tr W²) / λ²: for a symmetric W the
-    corrected form of Lemma 1 of Bao et al. 2024. The distribution is taken as Gaussian;
-    `propagation_exact` does without that. Differentiable; where the variance is 0, so is the gradient.
+    The distribution is taken as Gaussian; `propagation_exact` does without that. As T → ∞ this is, for a symmetric W,
+    the corrected form of Lemma 1 of Bao et al. 2024. Differentiable; where the variance is 0, so is the gradient.
 
     Args:
         trace, form_squared, trace_of_square: fields of `QKMoments`.
@@ -83,9 +79,8 @@ def propagation_finite(
     check_length(length)
     positions = torch.arange(1, length + 1, dtype=torch.float64, device=trace.device)
     cross, variance_product = walk_moments(positions, length)
-    size = float(length)
     scale = checked_temperature(temperature, trace.device)[..., None]
-    mean = cross * (trace.double()[..., None] / scale) + 1 / size
+    mean = cross * (trace.double()[..., None] / scale) + 1 / length
     variance = (
         variance_product * form_squared.double()[..., None] + cross**2 * trace_of_square.double()[..., None]
     ) / scale**2

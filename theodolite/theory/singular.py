@@ -49,8 +49,6 @@ def screenot(matrix: Tensor, k: int = 20) -> ScreeNOT:
     Raises:
         UsageError: k is negative or too large for the matrix; the message says what fits.
     """
-    if matrix.ndim < 2 or 0 in matrix.shape:
-        raise UsageError(f"matrix has shape {tuple(matrix.shape)}: give non-empty (..., n, m)")
     rows, columns = matrix.shape[-2:]
     size = min(rows, columns)
     if k < 0 or (k > 0 and 2 * k + 1 >= size):

@@ -66,12 +66,10 @@ def qk_moments(
         covariance: symmetric Σ, (d, d) or with leading dimensions that broadcast; None: the identity.
         temperature: λ of the logit, a positive number or a tensor of the batch's shape; None: √d_h.
 
-    With Σ: tr W = tr(W_kᵀ Σ W_q), tr W² = tr((W_kᵀ Σ W_q)²), ‖W‖_F² = ⟨W_qᵀ W_q, W_kᵀ Σ² W_k⟩ and
-    form_squared = ⟨W_qᵀ Σ W_q, W_kᵀ Σ W_k⟩. Differentiable in all tensors where the result is a number.
+    Differentiable in all tensors where the result is a number.
 
     Raises:
-        UsageError: the shapes do not fit, Σ is not symmetric or has a negative eigenvalue, or the temperature is not
-            positive.
+        UsageError: the shapes of the factors differ, Σ is not symmetric, or the temperature is not positive.
     """
     w_q, w_k, sigma = _factors(w_q, w_k, covariance)
     width, head_width = w_q.shape[-2:]
@@ -159,14 +157,7 @@ def _factors(w_q: Tensor, w_k: Tensor, covariance: Tensor | None) -> tuple[Tenso
         raise UsageError(
             f"w_q has shape {tuple(w_q.shape)} and w_k {tuple(w_k.shape)}: give both as (..., d, d_h)"
         )
-    if covariance is None:
-        return w_q.double(), w_k.double(), None
-    width = w_q.shape[-2]
-    if covariance.ndim < 2 or covariance.shape[-2:] != (width, width):
-        raise UsageError(
-            f"covariance has shape {tuple(covariance.shape)}: give (..., {width}, {width}) for these heads"
-        )
-    return w_q.double(), w_k.double(), covariance.double()
+    return w_q.double(), w_k.double(), None if covariance is None else covariance.double()
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:

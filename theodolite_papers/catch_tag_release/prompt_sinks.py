@@ -21,7 +21,7 @@ from theodolite.report.drawing import prompt as drawing
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
 from theodolite.system.wording import counted, head_name, number, percent, shown_token
 from theodolite.theory import grouping
-from theodolite.theory.colouring import principal_scores, rgb, turned
+from theodolite.theory.grouping import principal_scores, rgb, turned
 from theodolite_papers.catch_tag_release.prompt_trace import PromptTrace, trace_prompt
 from theodolite_papers.experiment import Experiment, Outcome, Study, by_name, criterion, declared
 

@@ -18,7 +18,7 @@ from theodolite.report.drawing.prompt import MARK
 from theodolite.system.wording import for_plotly, head_name, number, percent
 
 SIDES = ("before", "after")
-POSITION_COLOURS = (style.REFERENCE, style.MEASURED, style.GREEN, style.PURPLE)
+POSITION_COLOURS = (style.REFERENCE, style.MEASURED, style.GREEN)
 STATUSES = ("survived", "lost", "new", "undecided")
 STATUS_COLOURS = dict(zip(STATUSES, (style.BLUE, style.VERMILLION, style.GREEN, style.GREY), strict=True))
 FEWEST = 0.004  # where a share of 0 is drawn on a logarithmic axis
@@ -85,12 +85,12 @@ def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
 
 def positions(table: pd.DataFrame) -> go.Figure:
     """Draw rank, relative norm and retained directions of the positional basis by layer, before and after."""
-    colours = dict(zip((*SIDES, "overlap", "curve"), POSITION_COLOURS, strict=True))
+    colours = dict(zip((*SIDES, "overlap"), POSITION_COLOURS, strict=True))
     shown: list[Panel] = []
     for title, prefix, names in (
         ("rank", "rank_", SIDES),
         ("relative norm", "relative_norm_", SIDES),
-        ("overlap of the directions", "", ("overlap", "curve")),
+        ("overlap of the directions", "", ("overlap",)),
     ):
         traces: list[Any] = []
         look: dict[str, Any] = {"width": 2, "marker": 6, "showlegend": title != "relative norm"}  # named once
