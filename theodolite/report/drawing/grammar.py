@@ -141,40 +141,6 @@ def head_cells(z: Floats, low: float, high: float, hover: str, **more: Any) -> g
     return style.figure([cells], "head", "block", layout=style.head_map_layout(*np.shape(z)))
 
 
-def cosine_map(
-    cosines: Floats,
-    rows: Sequence[str],
-    quantity: str,
-    ticks: Sequence[tuple[float, str]],
-    borders: Sequence[int] = (),
-    *,
-    height: int = 470,
-    **layout: dict[str, Any],
-) -> go.Figure:
-    """Draw a square map of cosines between things in groups, from the top left.
-
-    Args:
-        rows: what hovering calls each of them. ticks: of both axes, (place, name). layout: further entries.
-        borders: the first of each group but the first group, for the lines between them.
-    """
-    axis: dict[str, Any] = {"type": "category", "ticks": "", "constrain": "domain"}
-    axis |= {"tickvals": [place for place, _ in ticks], "ticktext": [name for _, name in ticks]}
-    ends, look = (-0.5, len(rows) - 0.5), {"type": "line", "line": {"width": 1, "color": style.GREY}}
-    lines = [
-        look | dict(zip((f"{along}0", f"{along}1", f"{across}0", f"{across}1"), (at, at, *ends), strict=True))
-        for along, across in ("xy", "yx")
-        for at in (border - 0.5 for border in borders)
-    ]
-    hover = f"%{{y}}<br>%{{x}}<br>{quantity} %{{z:.2f}}<extra></extra>"
-    names = list(rows)
-    cells = heat(cosines, -1, 1, hover, scale=style.SIGNED, bar=quantity, x=names, y=names)
-    layout |= {
-        "xaxis": axis | layout.get("xaxis", {}),
-        "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"} | layout.get("yaxis", {}),
-    }
-    return style.figure([cells], height=height, layout=layout | {"shapes": lines})
-
-
 @dataclass(frozen=True)
 class Panel:
     """One of several figures side by side: its title, its traces, and what its axes are besides their titles.
