@@ -17,7 +17,6 @@ from theodolite.report import style
 from theodolite.report.data import evenly
 from theodolite.report.drawing.grammar import HEADROOM, Panel, bars, dots, heat, line, panels, saturation
 from theodolite.report.drawing.prompt import token_axis, token_names
-from theodolite.report.style import layer_axis
 from theodolite.system.wording import for_plotly, head_name, number
 
 PANEL_GAP = 0.06  # between maps side by side, of the width
@@ -101,7 +100,7 @@ def over_layers(
     looks = first, replace(first, **other)
     lines = [replace(look, name=name) for name, look in zip(measured, looks, strict=False)]
     values, errors = zip(*measured.values(), strict=True)
-    axes: dict[str, Any] = {"xaxis": layer_axis(layers), "yaxis": axis or {"rangemode": "tozero"}}
+    axes: dict[str, Any] = {"xaxis": style.layer_axis(layers), "yaxis": axis or {"rangemode": "tozero"}}
     return curves(layers, lines, values, ("layer", y), errors=errors, height=350, **axes)
 
 
@@ -145,8 +144,7 @@ def maps(
             y=axes[1],
         )
         rows = bare | ({"autorange": "reversed"} if square else {})
-        y = "" if index else titles[1]
-        shown.append(Panel(name, [trace], titles[0], y, bare, rows, square=square))
+        shown.append(Panel(name, [trace], titles[0], "" if index else titles[1], bare, rows, square=square))
     height = SQUARE_HEIGHT if square else MAP_HEIGHT
     return panels(shown, len(shown), height=height - HEADROOM, gaps=(PANEL_GAP, 0))
 
@@ -186,9 +184,8 @@ def by_dimension(
     dimensions = np.sort(np.argsort(-largest, kind="stable")[:DIMENSIONS])
     limit = float(largest.max()) or 1.0
     hover = "%{y}<br>dimension %{customdata}: %{z:.3g}<extra></extra>"
-    x, y = list(range(len(dimensions))), token_names(tokens)
     named = [[str(dimension) for dimension in dimensions]] * len(tokens)
-    look: dict[str, Any] = {"scale": style.SIGNED, "x": x, "y": y, "customdata": named}
+    look: dict[str, Any] = {"scale": style.SIGNED, "y": token_names(tokens), "customdata": named}
     trace = heat(vectors[:, dimensions], -limit, limit, hover, bar="value", **look)
     ticks = evenly(len(dimensions), 16)
     across = {"tickvals": ticks, "ticktext": [str(dimensions[tick]) for tick in ticks]}

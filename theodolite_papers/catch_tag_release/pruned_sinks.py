@@ -295,8 +295,7 @@ def _draw(
     traces = {name: model.prompt for name, model in measured.items() if model.prompt is not None}
     sinks = {name: [int(at) for at in trace.sinks if at >= 0] for name, trace in traces.items()}
     head = head_name(prompt.layer, prompt.head)
-    weights = {name: trace.attention.numpy() for name, trace in traces.items()}
-    maps = {name: attention(values, tokens, sinks[name]) for name, values in weights.items()}
+    maps = {name: attention(of.attention.numpy(), tokens, sinks[name]) for name, of in traces.items()}
     outcome.draw("maps", parallel_map(maps, square=True), head=head)
     if not vectors:
         return
