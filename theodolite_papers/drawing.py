@@ -15,8 +15,8 @@ import plotly.graph_objects as go
 from theodolite.estimates import Estimate, Floats
 from theodolite.report import style
 from theodolite.report.data import evenly
+from theodolite.report.drawing import grammar
 from theodolite.report.drawing.grammar import HEADROOM, Panel, bars, dots, heat, line, panels, saturation
-from theodolite.report.drawing.prompt import token_axis, token_names
 from theodolite.system.wording import for_plotly, head_name, number
 
 PANEL_GAP = 0.06  # between maps side by side, of the width
@@ -185,11 +185,11 @@ def by_dimension(
     limit = float(largest.max()) or 1.0
     hover = "%{y}<br>dimension %{customdata}: %{z:.3g}<extra></extra>"
     named = [[str(dimension) for dimension in dimensions]] * len(tokens)
-    look: dict[str, Any] = {"scale": style.SIGNED, "y": token_names(tokens), "customdata": named}
+    look: dict[str, Any] = {"scale": style.SIGNED, "y": grammar.token_names(tokens), "customdata": named}
     trace = heat(vectors[:, dimensions], -limit, limit, hover, bar="value", **look)
     ticks = evenly(len(dimensions), 16)
     across = {"tickvals": ticks, "ticktext": [str(dimensions[tick]) for tick in ticks]}
-    down = token_axis(tokens, sinks) | {"autorange": "reversed", "tickangle": 0}
+    down = grammar.token_axis(tokens, sinks) | {"autorange": "reversed", "tickangle": 0}
     layout = {"xaxis": across, "yaxis": down, "margin": {"l": 90}}
     return style.figure([trace], "dimension of the residual stream", "token", height=760, layout=layout)
 

@@ -32,9 +32,8 @@ from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.content import flowing
 from theodolite.report.data import entropy_share, evenly
-from theodolite.report.drawing import heads, prompt
+from theodolite.report.drawing import grammar, heads
 from theodolite.report.drawing.constituents import qk_panels
-from theodolite.report.drawing.grammar import heat
 from theodolite.report.page import environment, write_page
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, HeadView, head_view, read_prompt
 from theodolite.system.choices import wider_than
@@ -119,7 +118,7 @@ def head(at: Selection) -> list[str]:
 def attention_map(view: HeadView, *, log: bool = False) -> go.Figure:
     """Draw the head's attention, queries down and keys across; colours run to the largest weight that is shown."""
     highest = float(np.nanmax(view.attention, initial=0.0)) or 1.0
-    drawn = prompt.attention(
+    drawn = grammar.attention(
         view.attention, view.tokens, view.sink_positions, highest=highest, log=log, **LABELS
     )
     place = {"constrain": "domain", "automargin": False}  # the map stays where it is when a switch is turned
@@ -160,7 +159,7 @@ def _tiles(weights: Floats, at: Selection) -> go.Figure:
         left, top = pitch * (head % across), pitch * (head // across) * 1.12
         name, place = head_name(at.layer, head), np.arange(len(starts))
         hover = f"{name}: %{{z:.2f}}<extra></extra>"
-        traces.append(heat(of_head, 0, 1, hover, x=left + place, y=top + place, name=name))
+        traces.append(grammar.heat(of_head, 0, 1, hover, x=left + place, y=top + place, name=name))
         look = {"size": 12, "color": style.PREDICTED if head == at.head else style.INK}
         words = f"<b>{name}</b>" if head == at.head else name
         names.append({"x": left, "y": top - 1, "text": words, "font": look, "showarrow": False} | ABOVE)

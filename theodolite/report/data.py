@@ -1,4 +1,4 @@
-"""Safe reading of a run for the report: what is absent or all NaN comes back as None. Nothing here draws."""
+"""Safe reading of a run for the report: what is absent or all NaN comes back as None. And published averages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from importlib import resources
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -268,3 +269,23 @@ def evenly(count: int, most: int) -> list[int]:
     if count <= most:
         return list(range(count))
     return sorted({round(step) for step in np.linspace(0, count - 1, most)})
+
+
+# Rows of Table 1, whose fields `published.toml` says.
+TABLE_1 = tuple(SimpleNamespace(**row) for row in packaged("published.toml")["average"])
+# The same on OpenWebText, the one text that all four models were measured on.
+AVERAGES: dict[str, SimpleNamespace] = {row.model: row for row in TABLE_1 if row.text == "OpenWebText"}
+_FAMILIES = {
+    "BERT": ("bert", "electra"),
+    "BLOOM": ("bloom", "falcon", "mpt"),
+    "Llama 2": ("llama", "mistral", "mixtral", "phi", "qwen", "gemma", "neox", "gpt_oss", "olmo", "cohere"),
+}
+
+
+def closest(run: Run) -> str:
+    """Find the published model to show first: the same family, else the same kind of position, else GPT-2."""
+    family, positions = ((provenance(run, "model", of) or "").lower() for of in ("family", "positions"))
+    for model, parts in _FAMILIES.items():
+        if any(part in family for part in parts):
+            return model
+    return {"rotary": "Llama 2", "alibi": "BLOOM"}.get(positions, "GPT-2")

@@ -24,11 +24,11 @@ from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import blocks, columns_of, heads_per_block, offered
 from theodolite.report.drawing import constituents as split
-from theodolite.report.drawing import geometry, heads, layers
+from theodolite.report.drawing import heads, layers
 from theodolite.report.exhibit import CAPTIONS, DECLARED, SurveyExhibit, by_residual_layer
 from theodolite.system.wording import head_name, listed, nearest
 
-MODULES = (geometry, layers, split, heads)  # where they are declared
+MODULES = (layers, split, heads)  # where they are declared
 EXHIBITS = [DECLARED[key] for key in CAPTIONS]  # all of them in the order of the page
 _OF_FUNCTION = {exhibit.function.__name__: exhibit for exhibit in EXHIBITS if exhibit.alone}
 

@@ -23,7 +23,7 @@ from theodolite.measure.catalogue import declared
 from theodolite.measure.column import Column
 from theodolite.measure.constituents import ADDITIVE, DISJOINT
 from theodolite.passes.run import Run
-from theodolite.report import data, published
+from theodolite.report import data
 from theodolite.report.drawing.constituents import SHARES
 from theodolite.system.wording import (
     counted,
@@ -317,8 +317,8 @@ def _mean(mean: float, error: float) -> str:
 
 
 def _position(run: Run) -> Iterator[str | Finding]:
-    model = published.closest(run)
-    reference = published.AVERAGES[model]
+    model = data.closest(run)
+    reference = data.AVERAGES[model]
     if (norm_mean := data.layer_mean(run, "relative_norm")) is not None:
         norm, layers = data.value_of(run, "relative_norm"), _layers(run)
         most, least = int(np.nanargmax(norm)), int(np.nanargmin(norm))
@@ -572,8 +572,8 @@ def _against_published(run: Run) -> Iterator[tuple[float, str]]:
     """Compare mean numbers with the published ones of the closest model: how many times they differ, and a sentence."""
     if data.grid_of(run):
         return  # the published models read text
-    model = published.closest(run)
-    norm, rank = (getattr(published.AVERAGES[model], name)[0] for name in ("relative_norm", "rank"))
+    model = data.closest(run)
+    norm, rank = (getattr(data.AVERAGES[model], name)[0] for name in ("relative_norm", "rank"))
     for name, title, expected, show in (
         ("relative_norm", "The relative norm of the positional basis", norm, percent_with_error),
         ("rank_screenot", "The positional rank, as published,", rank, with_error),

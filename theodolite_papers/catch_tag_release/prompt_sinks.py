@@ -20,8 +20,7 @@ from theodolite.models.prompts import prompt_or_shipped
 from theodolite.models.token_texts import token_texts
 from theodolite.report import style
 from theodolite.report.data import evenly
-from theodolite.report.drawing.grammar import dots, heat, map_height, rows_down
-from theodolite.report.drawing.prompt import attention, token_axis, token_names
+from theodolite.report.drawing import grammar
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
 from theodolite.system.wording import counted, for_plotly, head_name, number, percent, shown_token
 from theodolite.theory import grouping
@@ -80,12 +79,11 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
     judge_places(outcome, trace, places)
     colours = np.stack([rgb(values, grouped).numpy() for values in scores.values()])
     shown, of_shown = (list(itertools.compress(values, grouped)) for values in (tokens, groups))
-    planes = [values[grouped][:, :2].numpy() for values in scores.values()]
 
     def plane(place: int) -> go.Figure:
-        return clusters(planes[place], of_shown, shown)
+        return clusters(list(scores.values())[place][grouped].numpy(), of_shown, shown)
 
-    weights = attention(trace.attention.numpy(), tokens, sinks)
+    weights = grammar.attention(trace.attention.numpy(), tokens, sinks)
     outcome.draw("attention", weights, head=head, threshold=SINK_THRESHOLD)
     outcome.draw("output", by_dimension(trace.output.numpy(), tokens, sinks), head=head)
     outcome.draw("values", by_dimension(trace.value.numpy(), tokens, sinks), head=head)
@@ -96,12 +94,12 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
 
 def coloured(colours: Floats, names: Sequence[str], tokens: Sequence[str], sinks: Sequence[int]) -> go.Figure:
     """Draw one row of tokens per residual layer or head output, coloured (rows, tokens, 3) from 0 to 255."""
-    texts = [token_names(tokens)] * len(names)
+    texts = [grammar.token_names(tokens)] * len(names)
     image = {"type": "image", "z": colours, "text": texts, "hovertemplate": "%{text}<extra></extra>"}
     rows = {"tickvals": list(range(len(names))), "ticktext": list(map(for_plotly, names))}
     bare = {"showgrid": False, "zeroline": False}
     layout = {
-        "xaxis": token_axis(tokens, sinks) | bare | {"type": "linear"},
+        "xaxis": grammar.token_axis(tokens, sinks) | bare | {"type": "linear"},
         "yaxis": rows | bare | {"scaleanchor": False},
         "margin": {"l": 150, "b": 100},
     }
@@ -110,22 +108,23 @@ def coloured(colours: Floats, names: Sequence[str], tokens: Sequence[str], sinks
 
 def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str]) -> go.Figure:
     """Draw tokens on two principal components, (tokens, 2), coloured by their group: the sink that caught them."""
-    hover_texts, group_of = np.array(token_names(tokens)), np.array(groups)
+    hover_texts, group_of = np.array(grammar.token_names(tokens)), np.array(groups)
     traces = []
     for name, colour in zip(sorted(set(groups)), itertools.cycle(style.CATEGORIES), strict=False):
         chosen, label = group_of == name, for_plotly(name)
-        x, y = scores[chosen].T
+        x, y = scores[chosen, :2].T
         hover = f"%{{text}}<extra>{label}</extra>"
-        traces.append(dots(x, y, hover_texts[chosen], label, colour, hover, marker={"opacity": 0.8}))
+        traces.append(grammar.dots(x, y, hover_texts[chosen], label, colour, hover, marker={"opacity": 0.8}))
     return style.figure(traces, "first component", "second component", height=380)
 
 
 def received(values: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> go.Figure:
     """Draw the mean attention that each token receives from the strongest head of each block, (blocks, tokens)."""
     hover = "block %{y}, %{x}<br>%{z:.3f}<extra></extra>"
-    trace = heat(values, 0, 1, hover, bar="attention", x=token_names(tokens))
-    layout = {"xaxis": token_axis(tokens, sinks), "yaxis": rows_down(len(values)), "margin": {"b": 100}}
-    return style.figure([trace], "", "block", height=map_height(len(values)), layout=layout)
+    trace = grammar.heat(values, 0, 1, hover, bar="attention", x=grammar.token_names(tokens))
+    across, down = grammar.token_axis(tokens, sinks), grammar.rows_down(len(values))
+    layout = {"xaxis": across, "yaxis": down, "margin": {"b": 100}}
+    return style.figure([trace], "", "block", height=grammar.map_height(len(values)), layout=layout)
 
 
 def _places(trace: PromptTrace) -> dict[str, Tensor]:

@@ -34,8 +34,7 @@ from theodolite.prune.checkpoint import Pruned
 from theodolite.prune.model import prune_model
 from theodolite.report import style
 from theodolite.report.data import evenly
-from theodolite.report.drawing.grammar import Panel, panels
-from theodolite.report.drawing.prompt import MARK, attention
+from theodolite.report.drawing.grammar import MARK, Panel, attention, panels
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.system.wording import head_name, shown_token, with_error
 from theodolite.theory.unbiased import ratio
@@ -50,10 +49,8 @@ MOST_CONTEXTS = 128  # that are measured, evenly chosen, and as many that calibr
 DENSE = "dense"
 CONTROL_SEED = 0
 COLUMNS = 4  # models side by side; more of them stand in several rows
-GAP, ROW_GAP = (
-    0.035,
-    120,
-)  # between panels, of the figure's width; pixels between rows: sinks below, the next title
+GAP = 0.035  # between panels, of the figure's width
+ROW_GAP = 120  # pixels between rows of panels: the sinks below, the title of the next one
 PAGE, OUTPUT_HEIGHT = 900, 430  # pixels: the width that panels share, and the height of those of outputs
 WRAP = 110  # letters that the titles in a row share in a line
 

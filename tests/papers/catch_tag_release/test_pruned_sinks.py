@@ -17,7 +17,7 @@ from theodolite.estimates import Estimate
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.models import open_model
 from theodolite.models.prompts import Focus
-from theodolite.report.drawing.prompt import attention
+from theodolite.report.drawing.grammar import attention
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.catch_tag_release import pruned_sinks
 from theodolite_papers.catch_tag_release.pruned_sinks import (

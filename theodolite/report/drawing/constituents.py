@@ -26,8 +26,8 @@ from theodolite.measure.constituents import (
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import blocks, column, head_grid, heads_per_block, need_column
+from theodolite.report.drawing import grammar
 from theodolite.report.drawing.grammar import Panel, bars, heat, panels, saturation
-from theodolite.report.drawing.prompt import token_axis, token_names
 from theodolite.report.exhibit import Choice, Draw, by_block, by_head, exhibit
 from theodolite.system.wording import number, percent
 
@@ -159,8 +159,8 @@ def qk_panels(
     if len(tokens) != length:
         raise UsageError(f"{len(tokens)} tokens for a context of {length}")
     shown_tokens = tokens[first : first + MOST_POSITIONS]
-    names = token_names(shown_tokens, first)
-    axis = token_axis(shown_tokens, **LABELS) | {"constrain": "domain"}
+    names = grammar.token_names(shown_tokens, first)
+    axis = grammar.token_axis(shown_tokens, **LABELS) | {"constrain": "domain"}
     columns = [[name for name in column if name in matrices] for column in COLUMNS]
     lowest = {column[-1] for column in columns}
     shown: list[Panel | None] = []

@@ -1,4 +1,4 @@
-"""Figures of heads: all of them as maps, one head's spectrum and signal propagation, sinks by position."""
+"""Figures of heads: maps of all, one head's spectrum and signal propagation, sinks by position and on pictures."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.errors import UsageError
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES, ROLES
 from theodolite.measure.tags import KINDS, NAMED
 from theodolite.passes.run import Run
 from theodolite.report import data, style
+from theodolite.report.drawing import grammar
 from theodolite.report.drawing.grammar import bars, dots, head_cells, heat, line, map_height, rows_down
-from theodolite.report.exhibit import Choice, Draw, Option, by_head, exhibit
+from theodolite.report.exhibit import Choice, Draw, Option, by_block, by_head, exhibit
 from theodolite.system.wording import for_plotly, head_name, shown_token
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
@@ -26,6 +28,8 @@ OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))  # maps drawn sm
 HOVER_WIDTH = 58  # characters in a line of a hover text
 ROLE_COLOURS = dict(zip((role.name for role in ROLES), [*style.CATEGORIES, style.INK], strict=True))
 POSITION_BINS = 128
+PICTURE = 180  # pixels: the height of a row of pictures
+MOST_PIXELS = 224  # of a side: larger pictures are thinned
 LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
 KIND_NAMES = dict(zip(KINDS, ("first token", "later token", "learned column", "local sink"), strict=True))
 
@@ -174,6 +178,40 @@ def sinks_by_position(run: Run) -> go.Figure:
     layout = {"xaxis": named, "yaxis": rows_down(len(largest))}
     height = map_height(len(largest))
     return style.figure([cells], "position of the sink", "block", height=height, layout=layout)
+
+
+@exhibit(picker=by_block)
+def received_on_pictures(run: Run, layer: int = 0) -> go.Figure:
+    """Draw on a few images the attention that each patch receives, from the head of a block that pays it most."""
+    grid = data.grid_of(run)
+    if grid is None:
+        raise UsageError("this run has no images; survey a model of images to get them")
+    received = data.need(run, "example_received")[layer, :, grid.leading :]
+    most = max(SINK_THRESHOLD, float(received.max()))
+    axis = {"ticks": "", "showticklabels": False}
+    hover = "row %{y}, column %{x}<br>receives %{z:.3f}<extra></extra>"
+    shown = []
+    for number, patches in enumerate(received):
+        bar = "attention received" if number == len(received) - 1 else None
+        cells = heat(patches.reshape(grid.shape), 0, most, hover, scale=style.OVERLAY, bar=bar)
+        down = axis | {"autorange": "reversed"}
+        shown.append(grammar.Panel(f"image {number}", [cells], xaxis=axis, yaxis=down, square=True))
+    drawn = grammar.panels(shown, len(shown), height=PICTURE, gaps=(0.03, 0.1))
+    place = {"x": -0.5, "y": -0.5, "sizex": grid.columns, "sizey": grid.rows}
+    for number, picture in enumerate(data.need(run, "example_picture")[: len(shown)], 1):
+        axes = {f"{axis}ref": axis if number == 1 else f"{axis}{number}" for axis in "xy"}
+        drawn.add_layout_image(source=_data_uri(picture), sizing="stretch", layer="below", **place, **axes)
+    return drawn
+
+
+def _data_uri(picture: Any) -> str:
+    """Encode a picture (rows, columns, colours) as a PNG in a link, thinned where it is large."""
+    from plotly import express  # takes 0.4 s to import, and few pages have pictures
+
+    step = -(-max(picture.shape[:2]) // MOST_PIXELS)
+    pixels = np.ascontiguousarray(picture[::step, ::step], dtype=np.uint8)
+    image = express.imshow(pixels, binary_string=True, binary_backend="pypng", binary_compression_level=9)
+    return str(image.data[0].source)
 
 
 def sink_name(row: pd.Series) -> str:

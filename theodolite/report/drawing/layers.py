@@ -1,4 +1,4 @@
-"""Figures over depth: curves of layer measures, from layer 0, the input of the first block, and outliers."""
+"""Figures of the residual stream, from layer 0, the input of the first block: curves over depth, outliers, spiral."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from theodolite.errors import UsageError
 from theodolite.estimates import Floats
 from theodolite.passes.run import Run
 from theodolite.report import data, style
-from theodolite.report.drawing.grammar import heat, line, map_height, reference, rows_down
-from theodolite.report.exhibit import CAPTIONS, Choice, Draw, Option, exhibit
+from theodolite.report.drawing.grammar import dots, heat, line, map_height, reference, rows_down
+from theodolite.report.exhibit import CAPTIONS, Choice, Draw, Option, by_residual_layer, exhibit
 from theodolite.system.wording import for_plotly, harmless, with_error
 
 DIMENSIONS = 40  # of a map at most
+SPIRAL_POSITIONS = 160
+SPIRAL_CONTEXTS = 250
 
 
 def _chart(
@@ -111,3 +113,30 @@ def outlier_shares(run: Run) -> go.Figure:
     across = {"type": "category", "tickangle": -90, "tickfont": {"size": 10}}
     layout = {"xaxis": across, "yaxis": rows_down(len(shares))}
     return style.figure([cells], "feature dimension", "layer", height=map_height(len(shares)), layout=layout)
+
+
+@exhibit(picker=by_residual_layer)
+def spiral(run: Run, layer: int = 0) -> go.Figure:
+    """Draw the positional basis (violet to green) and cvecs (red) of one layer on the basis' two main components.
+
+    Song & Zhong 2024, Fig. 1.
+    """
+    basis, grid = data.need(run, "positional_pca")[layer], data.grid_of(run)
+    first = grid.leading if grid else 1
+    positions = np.array(data.evenly(len(basis) - first, SPIRAL_POSITIONS), dtype=np.int32) + first
+    points = basis[positions].astype(np.float32)
+    names = [grid.token_text(position) if grid else f"position {position}" for position in positions.tolist()]
+    cvecs = data.array(run, "cvec_pca")
+    contexts = (
+        np.zeros((0, 2)) if cvecs is None else cvecs[layer][data.evenly(cvecs.shape[1], SPIRAL_CONTEXTS)]
+    )
+    x, y = contexts[:, :2].T
+    hover, look = "a context vector<extra></extra>", {"size": 3.5, "opacity": 0.4}
+    traces = [dots(x, y, None, "context vectors", style.CONTEXT, hover, marker=look)]
+    coloured = {"size": 5.5, "color": positions, "colorscale": style.ORDER, "showscale": False}
+    hover, drawn = "%{customdata}<br>%{x:.4g}, %{y:.4g}<extra></extra>", coloured | {"line": {"width": 0}}
+    named: dict[str, Any] = {"hover": hover, "customdata": names}
+    traces += line(points[:, 0], points[:, 1], "positions", style.GREY, width=1, marker=drawn, **named)
+    few = {"nticks": 5}
+    layout = {"showlegend": False, "xaxis": few, "yaxis": few}
+    return style.figure(traces, "component 1", "component 2", height=400, layout=layout)
