@@ -188,8 +188,10 @@ def tags(at: Selection) -> list[str]:
 
 def _shown_or_why(show: Callable[[Subject], str], at: Selection) -> list[str]:
     """Show something of each model, or say why it cannot be shown."""
-    shown = zip(*_tried(show, at), strict=True)
-    return [text or html("line", f"Cannot be shown: {reason}.") for text, reason in shown]
+    return [
+        html("line", f"Cannot be shown: {visible(each)}.") if isinstance(each, TheodoliteError) else each
+        for each in _tried(show, at)
+    ]
 
 
 def constituents(at: Selection) -> Figures:
@@ -200,40 +202,37 @@ def constituents(at: Selection) -> Figures:
         split = each.constituents(at.ids, at.layer)
         return qk_panels(split, at.head, each.read(at.ids).tokens, first=first)
 
-    drawn, _ = _tried(draw, at)
+    drawn = [figure if isinstance(figure, go.Figure) else None for figure in _tried(draw, at)]
     share_scales([figure for figure in drawn if figure])
     return drawn
 
 
 def not_split(at: Selection) -> list[str]:
     """Say why there are no constituents; empty where there are."""
-    _, reasons = _tried(lambda each: each.constituents(at.ids, at.layer), at)
+    split = _tried(lambda each: each.constituents(at.ids, at.layer), at)
+    reasons = [visible(each) if isinstance(each, TheodoliteError) else "" for each in split]
     return [html("line", reason and f"The logits cannot be decomposed: {reason}") for reason in reasons]
 
 
-def _tried(work: Callable[[Subject], _T], at: Selection) -> tuple[list[_T | None], list[str]]:
-    """Do `work` for each model: the results, None where it failed, and the reasons."""
-    values: list[_T | None] = []
-    reasons = [""] * len(at.subjects)
-    for place, each in enumerate(at.subjects):
+def _tried(work: Callable[[Subject], _T], at: Selection) -> list[_T | TheodoliteError]:
+    """Do `work` for each model: the results, or why there is none."""
+    results: list[_T | TheodoliteError] = []
+    for each in at.subjects:
         try:
-            values.append(work(each))
+            results.append(work(each))
         except TheodoliteError as error:
-            values.append(None)
-            reasons[place] = visible(error)
-    return values, reasons
+            results.append(error)
+    return results
 
 
 def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
     """Give figures of several models, alike but for their numbers, the same ends of colours."""
-    for figure in drawn:
-        figure.update_layout(
-            paper_bgcolor=style.NEUTRAL
-        )  # on a dark page, too: colours are those of light paper
+    for figure in drawn:  # on a dark page, too, colours are those of light paper
+        figure.update_layout(paper_bgcolor=style.NEUTRAL)
     if len(drawn) < 2:
         return drawn
     for name in ("coloraxis", "coloraxis2"):
-        _share([figure.layout[name] for figure in drawn if name in figure.layout], "c")
+        _share([figure.layout[name] for figure in drawn], "c")
     _share([trace for figure in drawn for trace in figure.select_traces({"type": "heatmap"})], "z")
     return drawn
 

@@ -35,14 +35,9 @@ def column(frame: pd.DataFrame, name: str) -> Floats | None:
     return values if np.isfinite(values).any() else None
 
 
-def columns_of(run: Run, table: str) -> dict[str, Column]:
-    """Return the declarations of a table's columns by name, those of the caller's own measurements included."""
-    return declared(table, run.provenance)
-
-
 def caller_columns(run: Run, table: str) -> list[Column]:
     """List the columns of a table that the caller's own measurements declared, and that it has."""
-    known, described = declared(table), columns_of(run, table)
+    known, described = declared(table), declared(table, run.provenance)
     return [one for name, one in described.items() if name not in known and name in getattr(run, table)]
 
 
@@ -55,7 +50,7 @@ def limit_of(table: str, name: str) -> Criterion:
 
 def offered(run: Run) -> dict[str, Column]:
     """Return the columns of heads that pickers offer, by name."""
-    described = columns_of(run, "heads").items()
+    described = declared("heads", run.provenance).items()
     return {name: one for name, one in described if one.offered and one.kind == "number"}
 
 
@@ -123,7 +118,7 @@ def at_floor(run: Run, name: str) -> npt.NDArray[np.bool_]:
 
     It is below 0 though what it estimates cannot be, below its own floor, or empty where what it divides by is noise.
     """
-    described, values = columns_of(run, "layers").get(name), value_of(run, name)
+    described, values = declared("layers", run.provenance).get(name), value_of(run, name)
     if described is None or not described.error or name not in run.layers:
         return np.zeros(len(run.layers), dtype=bool)
     floor = value_of(run, described.floor if described.floor == f"{name}_floor" else "")

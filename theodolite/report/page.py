@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import shutil
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -47,16 +46,10 @@ def write_report(run: Run, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     page = render(run)
-    existed = folder.exists()
-    try:
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / PLOTLY, get_plotlyjs())
-        return write_page(folder / "index.html", page)
-    except BaseException:
-        if not existed:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / PLOTLY, get_plotlyjs())
+    return write_page(folder / "index.html", page)
 
 
 def write_page(path: Path, page: str) -> Path:

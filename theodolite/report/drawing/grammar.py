@@ -233,11 +233,14 @@ def panels(
     """
     rows = math.ceil(len(shown) / across)
     places = {divmod(number, across): panel for number, panel in enumerate(shown) if panel}
+    named = [(for_plotly(panel.title), panel.note) for panel in places.values()]
     drawn = make_subplots(
         rows,
         across,
         specs=[[{} if (row, column) in places else None for column in range(across)] for row in range(rows)],
-        subplot_titles=[_heading(panel) for panel in places.values()],
+        subplot_titles=[
+            title if note is None else f"<b>{title}</b>  {note}".rstrip() for title, note in named
+        ],
         horizontal_spacing=gaps[0] if across > 1 else None,
         vertical_spacing=gaps[1] if rows > 1 else None,
     )
@@ -263,11 +266,6 @@ def panels(
     drawn.update_xaxes(frame).update_yaxes(frame)
     shared = {"template": style.template(), "height": HEADROOM + height * rows}
     return drawn.update_layout(shared | (layout or {}))
-
-
-def _heading(panel: Panel) -> str:
-    title = for_plotly(panel.title)
-    return title if panel.note is None else f"<b>{title}</b>  {panel.note}".rstrip()
 
 
 def _numbers(values: ArrayLike) -> Any:

@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.errors import UsageError
+from theodolite.measure.catalogue import declared
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES, ROLES
 from theodolite.measure.tags import KINDS, NAMED
@@ -42,23 +43,6 @@ def head_measures(run: Run) -> list[Column]:
         return values is not None and (not measure.rare or bool(np.nan_to_num(values).any()))
 
     return list(filter(is_there, data.offered(run).values()))
-
-
-def _of_amounts(run: Run, measure: Column) -> dict[str, Any]:
-    """Return the entries of a map of numbers: what is coloured, where its colours end, and their scale."""
-    if (grid := data.head_grid(run, measure.name)) is None:
-        raise UsageError(f"this run has no head measure {measure.name!r}")
-    robust = float(np.percentile(np.abs(grid[np.isfinite(grid)]), ROBUST)) or 1.0
-    title, (low, high) = measure.unit, measure.range
-    scale = style.SIGNED if low < 0 else style.MAGNITUDE
-    if measure.decades:
-        grid, title = np.log10(grid, where=grid > 0, out=np.full_like(grid, np.nan)), "log₁₀"
-        some = grid[np.isfinite(grid)]
-        low, high = (float(some.min()), float(some.max())) if some.size else (0.0, 1.0)
-    elif measure.unit == "nats" and data.array(run, "visible_keys") is not None:
-        high = float(data.entropy_limits(run).mean(axis=1).max())
-    low, high = -robust if np.isinf(low) else low, robust if np.isinf(high) else high
-    return {"z": grid, "low": low, "high": high if high > low else low + 1.0, "scale": scale, "bar": title}
 
 
 def _role_colours(run: Run) -> dict[str, str]:
@@ -111,7 +95,19 @@ def _by_measure(run: Run, draw: Draw) -> Choice:
 @exhibit(picker=_by_measure, when=lambda run: bool(head_measures(run)))
 def head_map(run: Run, measure: str) -> go.Figure:
     """Map one head measure over blocks × heads; hovering tells what it means."""
-    described = data.columns_of(run, "heads")[measure]
+    if (grid := data.head_grid(run, measure)) is None:
+        raise UsageError(f"this run has no head measure {measure!r}")
+    described = declared("heads", run.provenance)[measure]
+    robust = float(np.percentile(np.abs(grid[np.isfinite(grid)]), ROBUST)) or 1.0
+    bar, (low, high) = described.unit, described.range
+    scale = style.SIGNED if low < 0 else style.MAGNITUDE
+    if described.decades:
+        grid, bar = np.log10(grid, where=grid > 0, out=np.full_like(grid, np.nan)), "log₁₀"
+        some = grid[np.isfinite(grid)]
+        low, high = (float(some.min()), float(some.max())) if some.size else (0.0, 1.0)
+    elif described.unit == "nats" and data.array(run, "visible_keys") is not None:
+        high = float(data.entropy_limits(run).mean(axis=1).max())
+    low, high = -robust if np.isinf(low) else low, robust if np.isinf(high) else high
     value = "10^%{z:.3f}" if described.decades else "%{z:.4g}"
     unit = f" {for_plotly(described.unit)}" if described.unit else ""
     meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, HOVER_WIDTH)))
@@ -119,7 +115,7 @@ def head_map(run: Run, measure: str) -> go.Figure:
         f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}: {value}{unit}<br>"
         f"<i>{meaning}</i><extra></extra>"
     )
-    return head_cells(**_of_amounts(run, described), hover=hover)
+    return head_cells(grid, low, high if high > low else low + 1.0, hover, scale=scale, bar=bar)
 
 
 @exhibit(picker=by_head)

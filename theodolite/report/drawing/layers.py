@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
 from theodolite.estimates import Floats
+from theodolite.measure.catalogue import declared
 from theodolite.passes.run import Run
 from theodolite.report import data, style
 from theodolite.report.drawing.grammar import dots, heat, line, map_height, reference, rows_down
@@ -26,29 +27,24 @@ def _chart(
 ) -> go.Figure:
     """Draw columns of the layer table (name in the legend, dash), those that the run has, over the traces `below`."""
     data.need_column(run.layers, next(iter(curves)))
-    layers, described, drawn = data.layer_numbers(run), data.columns_of(run, "layers"), list(below)
-    for name, look in curves.items():
-        if data.column(run.layers, name) is not None:
-            drawn += _curve(run, name, *look)
+    layers, described, drawn = data.layer_numbers(run), declared("layers", run.provenance), list(below)
+    for name, (label, *dash) in curves.items():
+        if (values := data.column(run.layers, name)) is None:
+            continue
+        errors, hidden, shown = data.error_of(run, name), data.at_floor(run, name), "%{y:.4g}"
+        look: dict[str, Any] = {"dash": dash[0] if dash else "solid", "width": 2.2, "marker": 5}
+        if np.nansum(errors) != 0 or hidden.any():  # hovering gives the values in words
+            numbers, shown = zip(values, errors, hidden, strict=True), "%{customdata}"
+            words = [data.AT_FLOOR if noise else with_error(value, error) for value, error, noise in numbers]
+            look |= {"errors": errors, "customdata": words}
+        hover = f"layer %{{x}}<br>{label}: {shown}<extra></extra>"
+        drawn += line(layers, values, label, style.MEASURED, hover=hover, **look)
     # What noise or chance alone gives, of all curves that declare it, once each.
     for floor in sorted({described[name].floor for name in curves if name in described} - {""}):
         if (values := data.column(run.layers, floor)) is not None:
             name = "noise floor" if floor.endswith("_floor") else described[floor].title
             drawn += reference(layers, values, name, dash="dash")
     return style.figure(drawn, "layer", y, layout={"xaxis": style.layer_axis(layers), "yaxis": yaxis})
-
-
-def _curve(run: Run, name: str, label: str, dash: str = "solid") -> list[Any]:
-    """Draw a column; where it has standard errors, or is hidden by noise, hovering gives its values in words."""
-    values, errors = data.need_column(run.layers, name), data.error_of(run, name)
-    hidden, shown = data.at_floor(run, name), "%{y:.4g}"
-    look: dict[str, Any] = {"dash": dash, "width": 2.2, "marker": 5}
-    if np.nansum(errors) != 0 or hidden.any():
-        numbers, shown = zip(values, errors, hidden, strict=True), "%{customdata}"
-        words = [data.AT_FLOOR if noise else with_error(value, error) for value, error, noise in numbers]
-        look |= {"errors": errors, "customdata": words}
-    hover = f"layer %{{x}}<br>{label}: {shown}<extra></extra>"
-    return line(data.layer_numbers(run), values, label, style.MEASURED, hover=hover, **look)
 
 
 def _declare(key: str, caption: dict[str, Any]) -> None:
@@ -90,7 +86,7 @@ def _by_own(run: Run, draw: Draw) -> Choice:
 )
 def own_column(run: Run, name: str) -> go.Figure:
     """Draw a column of the layers table that the caller declared, at every layer."""
-    title = for_plotly(data.columns_of(run, "layers")[name].title)
+    title = for_plotly(declared("layers", run.provenance)[name].title)
     return _chart(run, title, {name: (title,)}, {})
 
 
