@@ -232,7 +232,7 @@ def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
     if len(drawn) < 2:
         return drawn
     for name in ("coloraxis", "coloraxis2"):
-        _share([figure.layout[name] for figure in drawn], "c")
+        _share([figure.layout[name] for figure in drawn if name in figure.layout], "c")
     _share([trace for figure in drawn for trace in figure.select_traces({"type": "heatmap"})], "z")
     return drawn
 

@@ -36,9 +36,7 @@ from theodolite.system.wording import counted
 from theodolite.theory.colouring import principal_scores, rgb
 from theodolite.theory.grouping import chance_explained, variance_explained
 
-MOST_TOKENS = (
-    512  # of a prompt, whose attention is drawn whole: a megabyte and a half on their way to the page
-)
+MOST_TOKENS = 512  # of a prompt, whose attention is drawn whole: 1.5 MB on their way to the page
 MOST_CHARACTERS = 64 * MOST_TOKENS  # what is longer has too many tokens: counting a book's would take minutes
 NEXT_TOKENS = 5  # that are shown, the most probable ones of each column
 PROMPTS = ("few-shot", "chain-of-thought", "step-by-step", "passage", "inference")

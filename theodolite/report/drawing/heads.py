@@ -92,7 +92,7 @@ def _by_measure(run: Run, draw: Draw) -> Choice:
     return Choice("measure", options, draw, grid=shown)
 
 
-@exhibit(picker=_by_measure, when=lambda run: bool(head_measures(run)))
+@exhibit(picker=_by_measure)
 def head_map(run: Run, measure: str) -> go.Figure:
     """Map one head measure over blocks × heads; hovering tells what it means."""
     if (grid := data.head_grid(run, measure)) is None:

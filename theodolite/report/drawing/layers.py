@@ -52,6 +52,8 @@ def _declare(key: str, caption: dict[str, Any]) -> None:
     curves = caption["curves"]
 
     def draw(run: Run) -> go.Figure:
+        if curves.get("some") and not run.layers.filter(list(curves["columns"])).gt(0).any(axis=None):
+            raise UsageError(f"this run has none of what the figure {draw.__name__} shows")
         below: list[Any] = []
         if "limit" in curves:
             ends, limit = (
@@ -61,12 +63,9 @@ def _declare(key: str, caption: dict[str, Any]) -> None:
             below = reference(ends, limit, curves["limit"], dash="dash")
         return _chart(run, curves["y"], curves["columns"], curves["axis"], below)
 
-    def has_some(run: Run) -> bool:
-        return bool(run.layers.filter(list(curves["columns"])).gt(0).any(axis=None))
-
     draw.__name__ = draw.__qualname__ = key.replace("-", "_")
     draw.__doc__ = f"{caption['shows']} Source: {caption['source']}."
-    exhibit(key, when=has_some if curves.get("some") else None)(draw)
+    exhibit(key)(draw)
 
 
 for _key, _caption in CAPTIONS.items():
@@ -81,9 +80,7 @@ def _by_own(run: Run, draw: Draw) -> Choice:
     return Choice("column", options, draw)
 
 
-@exhibit(
-    "own-columns", picker=_by_own, when=lambda run: bool(data.caller_columns(run, "layers")), alone=False
-)
+@exhibit("own-columns", picker=_by_own, alone=False)
 def own_column(run: Run, name: str) -> go.Figure:
     """Draw a column of the layers table that the caller declared, at every layer."""
     title = for_plotly(declared("layers", run.provenance)[name].title)
