@@ -253,17 +253,13 @@ def html(macro: str, *values: object) -> str:
     return str(getattr(environment().get_template("explore.html.j2").module, macro)(*values)).strip()
 
 
-class Evidence(NamedTuple):
-    """A role, the head's score on the surveyed text and on this prompt (NaN: none), and whether the head has it."""
+def evidence(
+    run: Run, measured: Run, layer: int, head: int
+) -> list[tuple[head_roles.HeadRole, float, float, bool]]:
+    """List every role, the head's scores on the text and on the prompt (NaN: none), and whether it has it; those first.
 
-    role: head_roles.HeadRole
-    on_text: float
-    on_prompt: float
-    holds: bool
-
-
-def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
-    """List every role with the head's scores, first those that it has: on the text, or else on the prompt."""
+    It has a role by its score on the text, or else on the prompt.
+    """
 
     def scores(of: Run) -> pd.Series:
         heads = of.heads.assign(entropy_share=entropy_share(of)).set_index(["layer", "head"])
@@ -273,14 +269,14 @@ def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
     for role, text, prompted in zip(head_roles.ROLES, scores(run), scores(measured), strict=True):
         score = prompted if math.isnan(text) else text
         if not math.isnan(score) and (role is not head_roles.LEARNED_SINK or text or prompted):
-            rows.append(Evidence(role, text, prompted, score >= role.threshold))
-    return sorted(rows, key=lambda row: not row.holds)
+            rows.append((role, text, prompted, score >= role.threshold))
+    return sorted(rows, key=lambda row: not row[-1])
 
 
 def head_html(run: Run, measured: Run, layer: int, head: int) -> str:
     """Show the head's name, and its roles with the evidence."""
     rows = evidence(run, measured, layer, head)
-    names = ", ".join(row.role.title for row in rows if row.holds) or "no named role"
+    names = ", ".join(role.title for role, _, _, has_it in rows if has_it) or "no named role"
     return html("head", head_name(layer, head), names, rows, functools.partial(number, digits=2))
 
 

@@ -23,8 +23,7 @@ from theodolite.report.exhibit import Choice, Draw, Option, by_block, by_head, e
 from theodolite.system.wording import for_plotly, head_name, shown_token
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
-CURVE_POINTS, FEW_CURVE_POINTS = 128, 40
-MANY_HEADS = 200  # from which on curves have few points
+CURVE_POINTS = 40  # of which a page has three times as many as heads
 OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))  # maps drawn small
 HOVER_WIDTH = 58  # characters in a line of a hover text
 ROLE_COLOURS = dict(zip((role.name for role in ROLES), [*style.CATEGORIES, style.INK], strict=True))
@@ -136,7 +135,6 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     Bao et al. 2024, eq. 6 and Figs. 2, 3 and 7, with the corrected variance of Lemma 1.
     """
     traces: list[dict[str, Any]] = []
-    points = FEW_CURVE_POINTS if data.blocks(run) * data.heads_per_block(run) > MANY_HEADS else CURVE_POINTS
     for name, label, colour, width, dash in (
         ("propagation_by_position", "measured", style.MEASURED, 2.2, "solid"),
         ("propagation_predicted_data", "predicted from W_QK Σ̂", style.PREDICTED, 1.8, "solid"),
@@ -144,7 +142,7 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     ):
         if (values := data.array(run, name)) is None:
             continue
-        shown = np.array(data.evenly(values.shape[2], points), dtype=np.int32)
+        shown = np.array(data.evenly(values.shape[2], CURVE_POINTS), dtype=np.int32)
         theta, rho = (shown + 1) / values.shape[2], values[layer, head, shown]
         hover = f"θ %{{x:.3f}}<br>{label}: %{{y:.3f}}<extra></extra>"
         traces += line(theta, rho, label, colour, dash=dash, width=width, hover=hover)
