@@ -108,14 +108,10 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             parts = [(draw.__name__, zip(sides, draw(at), strict=True)) for draw in draws]
             return {side[name]: value for name, values in parts for side, value in values}
 
-        def only(draw: Draw) -> Callable[..., Iterator[Update]]:
+        def only(draw: Draw, prompt_text: str, *values: Any) -> Iterator[Update]:
             """Draw this panel anew, as when a setting that it follows has changed."""
-
-            def redraw(prompt_text: str, *values: Any) -> Iterator[Update]:
-                at = selected(prompt_text, *values)
-                yield drawn(at, draw) | {address: _address(prompt_text, at)}
-
-            return redraw
+            at = selected(prompt_text, *values)
+            yield drawn(at, draw) | {address: _address(prompt_text, at)}
 
         def show(prompt_text: str, name: str, *settings: Any) -> Iterator[Update]:
             at = selected(prompt_text, name, *settings)
@@ -207,8 +203,8 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         on(preset.input, pick, preset)
         on(head.input, show, text)
         on(clicks.select, choose, text)
-        on(measure.input, only(panels.head_map), text)
-        on(log.input, only(panels.attention), text)
+        on(measure.input, functools.partial(only, panels.head_map), text)
+        on(log.input, functools.partial(only, panels.attention), text)
         on(again.tick, ask, text)
         address.change(None, address, None, js=_KEEP_ADDRESS)
     return page

@@ -256,10 +256,7 @@ def html(macro: str, *values: object) -> str:
 def evidence(
     run: Run, measured: Run, layer: int, head: int
 ) -> list[tuple[head_roles.HeadRole, float, float, bool]]:
-    """List every role, the head's scores on the text and on the prompt (NaN: none), and whether it has it; those first.
-
-    It has a role by its score on the text, or else on the prompt.
-    """
+    """List role, score on the text, on the prompt (NaN: none), and whether the head has it; first those that it has."""
 
     def scores(of: Run) -> pd.Series:
         heads = of.heads.assign(entropy_share=entropy_share(of)).set_index(["layer", "head"])
@@ -385,16 +382,13 @@ def view_head(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> HeadFigure:
-    """Draw one head's attention on a prompt, for a notebook.
+    """Draw one head's attention on a prompt, as a figure for a notebook.
 
     Args:
         model: from `open_model`.
         text: the prompt, from 4 to 512 tokens, read with the tokenizer's special tokens; or token ids, as they are.
         generate: tokens that the model writes behind the prompt, the most probable each time, which are read with it.
         attention_mask, position_ids: of padded ids, as `Corpus.from_ids` takes them.
-
-    Returns:
-        The figure: a notebook shows it, `.save("head.html")` writes it, and `.view` has the numbers.
 
     Raises:
         UsageError: no such layer or head, or a prompt that the model cannot read, or continue.

@@ -6,7 +6,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,9 +103,9 @@ class Subject:
         return not self._survey.done()
 
     def begin(self) -> None:
-        """Begin the survey in a thread of its own, if it is planned and has not begun."""
+        """Begin the survey in a thread that Python waits for at its end, if it is planned and has not begun."""
         if self._planned is not None:
-            threading.Thread(target=self._make, args=[self._planned.make], daemon=True).start()
+            threading.Thread(target=self._make, args=[self._planned.make]).start()
         self._planned = None
 
     def _make(self, make: Callable[[ShowStage], Run]) -> None:
@@ -120,11 +120,6 @@ class Subject:
         except BaseException as error:  # nobody else would hear of it
             reason = first_line(error) or type(error).__name__
             self._survey.set_exception(WorkError(f"the survey of {self.name} ended: {reason}"))
-
-    def wait(self) -> None:
-        """Wait for the survey, if it has begun."""
-        if self._planned is None:
-            wait([self._survey])
 
     def _read(self, ids: tuple[int, ...]) -> PromptPass:
         """Run the model on a prompt."""

@@ -39,11 +39,7 @@ _UNSAFE = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 def write_report(run: Run, folder: str | Path) -> Path:
-    """Write `folder`/index.html and Plotly's script, and return the page's path; existing files are replaced.
-
-    Raises:
-        WorkError: the folder cannot be written.
-    """
+    """Write `folder`/index.html and Plotly's script over those there, and return the page's path; or `WorkError`."""
     folder = Path(folder)
     page = render(run)
     with disk_errors(folder):

@@ -43,10 +43,8 @@ def line(
     """Return the traces of a line through `x` and `y`, (n,): a list, as of a `band`.
 
     Args:
-        name: in the legend, where lines of one name are switched together.
-        errors: half the lengths of the whiskers, (n,).
+        name: in the legend, where lines of one name are switched together. errors: half the whiskers' lengths, (n,).
         marker: the points, or their size in pixels; 0: none. hover: what hovering tells, Plotly's template.
-        more: further entries of the line's trace.
     """
     label = for_plotly(name)
     own: dict[str, Any] = _points("scatter", x, y) | {"name": label, "legendgroup": name}
