@@ -25,7 +25,7 @@ from theodolite.cli.app import app
 from theodolite.corpus.documents import READERS
 from theodolite.corpus.spec import KEYWORDS
 from theodolite.estimates import Estimate
-from theodolite.judging import Criterion
+from theodolite.judging import Criterion, judge, untestable
 from theodolite.passes.run import TABLES
 from theodolite.report.outcome import write_outcome
 from theodolite_papers import ALIASES, EXPERIMENTS, reproduce
@@ -257,8 +257,10 @@ def test_results_are_taken_in_from_run_folders(tmp_path, monkeypatch):
     name = "localization/figure4"
     outcome = reproduce(name)
     for claim, number in (("One is at most two", 1.0), ("Three is at most two", 3.0)):
-        outcome.claim(claim, "it", Estimate.exact(number), Criterion("at most", 2.0, "arithmetic"))
-    outcome.cannot_test("Four is even", "not counted")
+        outcome.verdicts.append(
+            judge(claim, "it", Estimate.exact(number), Criterion("at most", 2.0, "arithmetic"))
+        )
+    outcome.verdicts.append(untestable("Four is even", "not counted"))
     page = write_outcome(EXPERIMENTS[name], outcome, of_nothing(), tmp_path / "runs" / "reproduce")
     found = gallery.new_results([tmp_path / "runs"])
     assert found[name][1] == page.parent

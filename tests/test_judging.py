@@ -326,16 +326,16 @@ def everything(page: Outcome) -> None:
     one_sided = (Criterion("at most", 0.1, "a test"), Criterion("at least", 0.5, "a test"))
     for criterion in (larger, smaller, ABOVE, ALIKE, *one_sided):
         for place, estimate in enumerate(numbers):
-            page.claim(f"{criterion} {place}", "a number", estimate, criterion)
+            page.verdicts.append(judge(f"{criterion} {place}", "a number", estimate, criterion))
     singles = list(page.verdicts)
     for values in ([1, 1, -1], [1, -1, -1], [1, -1], [1, 0.1, 0.1], [math.nan, 1, 1]):
         layers = Estimates(np.array(values, dtype=float), np.full(len(values), 0.1), 8, "groups")
-        page.claim(f"layers {values}", "of each", layers, larger)
-    page.claim("exact layers", "of each", Estimates.exact([1.0, -1.0, 2.0], "heads"), larger)
+        page.verdicts.append(judge(f"layers {values}", "of each", layers, larger))
+    page.verdicts.append(judge("exact layers", "of each", Estimates.exact([1.0, -1.0, 2.0], "heads"), larger))
     for values, errors in OF_LAYERS:
         errors = None if errors is None else np.array(errors)
         layers = Estimates(np.array(values, dtype=float), errors, MANY, "trials")
-        page.claim(f"layers {values} {errors}", "of each", layers, LOW)
+        page.verdicts.append(judge(f"layers {values} {errors}", "of each", layers, LOW))
     for start in range(0, len(singles) - 2):
         page.verdicts.append(all_of(f"all from {start}", singles[start : start + 2]))
         page.verdicts.append(mix_of(f"mix from {start}", singles[start : start + 3]))
@@ -361,7 +361,7 @@ def test_every_verdict_is_found_again_from_the_numbers_of_its_page(tmp_path):
 def test_a_changed_number_is_noticed(tmp_path):
     """The reading above can fail: with another value, limit or error it gives another answer."""
     page = Outcome()
-    page.claim("larger", "a gain", Estimate(0.5, 0.1, 8, "seeds"), ABOVE)
+    page.verdicts.append(judge("larger", "a gain", Estimate(0.5, 0.1, 8, "seeds"), ABOVE))
     made = write_outcome(Heading("mine/one", "One", "none"), page, of_nothing(), tmp_path)
     rows = json.loads((made.parent / "result.json").read_text())["tables"]["judged"]
     assert answers_of(rows) == [HOLDS]

@@ -1,4 +1,4 @@
-"""The figures that several experiments need: curves, maps, intervals, heads on two measures, tiles of heads."""
+"""The figures that several experiments need: curves, maps, intervals, vectors, heads on two measures, tiles."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import plotly.graph_objects as go
 
 from theodolite.estimates import Estimate, Floats
 from theodolite.report import style
+from theodolite.report.data import evenly
+from theodolite.report.drawing import grammar
 from theodolite.report.drawing.grammar import HEADROOM, Panel, bars, dots, heat, line, panels, saturation
-from theodolite.report.style import layer_axis
 from theodolite.system.wording import for_plotly, head_name, number
 
 PANEL_GAP = 0.06  # between maps side by side, of the width
 MAP_HEIGHT, SQUARE_HEIGHT, CURVES_HEIGHT = 380, 320, 400
 DEPTH_TICKS = 8  # of a colour bar of layers, about
+DIMENSIONS = 64  # of vectors, that are drawn: the largest
 SHARE = {"range": [-0.02, 1.05]}
 POWERS: dict[str, Any] = {"type": "log", "exponentformat": "power"}
 TWOS: dict[str, Any] = {"type": "log", "dtick": "D2", "tickformat": "~g"}
@@ -98,7 +100,7 @@ def over_layers(
     looks = first, replace(first, **other)
     lines = [replace(look, name=name) for name, look in zip(measured, looks, strict=False)]
     values, errors = zip(*measured.values(), strict=True)
-    axes: dict[str, Any] = {"xaxis": layer_axis(layers), "yaxis": axis or {"rangemode": "tozero"}}
+    axes: dict[str, Any] = {"xaxis": style.layer_axis(layers), "yaxis": axis or {"rangemode": "tozero"}}
     return curves(layers, lines, values, ("layer", y), errors=errors, height=350, **axes)
 
 
@@ -142,10 +144,54 @@ def maps(
             y=axes[1],
         )
         rows = bare | ({"autorange": "reversed"} if square else {})
-        y = "" if index else titles[1]
-        shown.append(Panel(name, [trace], titles[0], y, bare, rows, square=square))
+        shown.append(Panel(name, [trace], titles[0], "" if index else titles[1], bare, rows, square=square))
     height = SQUARE_HEIGHT if square else MAP_HEIGHT
     return panels(shown, len(shown), height=height - HEADROOM, gaps=(PANEL_GAP, 0))
+
+
+def cosine_map(
+    cosines: Floats,
+    names: Sequence[str],
+    quantity: str,
+    ticks: Sequence[tuple[float, str]],
+    borders: Sequence[int] = (),
+    **layout: Any,
+) -> go.Figure:
+    """Draw a square map of cosines between things in groups, from the top left.
+
+    Args:
+        names: what hovering calls each of them. ticks: of both axes, (place, name). layout: further entries.
+        borders: the first of each group but the first group, for the lines between them.
+    """
+    axis: dict[str, Any] = {"type": "category", "ticks": "", "constrain": "domain"}
+    axis |= {"tickvals": [place for place, _ in ticks], "ticktext": [name for _, name in ticks]}
+    hover = f"%{{y}}<br>%{{x}}<br>{quantity} %{{z:.2f}}<extra></extra>"
+    cells = heat(cosines, -1, 1, hover, scale=style.SIGNED, bar=quantity, x=list(names), y=list(names))
+    axes = {"xaxis": axis, "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"}}
+    drawn = style.figure([cells], height=470, layout=axes).update_layout(layout)
+    look = {"width": 1, "color": style.GREY}
+    for border in borders:
+        drawn.add_vline(border - 0.5, line=look)
+        drawn.add_hline(border - 0.5, line=look)
+    return drawn
+
+
+def by_dimension(
+    vectors: Floats, tokens: Sequence[str], sinks: Sequence[int], scale_of: Floats | None = None
+) -> go.Figure:
+    """Draw vectors (tokens, d), a row per token, in the dimensions largest there or in `scale_of` (rows, d)."""
+    largest = np.abs(vectors if scale_of is None else scale_of).max(axis=0)
+    dimensions = np.sort(np.argsort(-largest, kind="stable")[:DIMENSIONS])
+    limit = float(largest.max()) or 1.0
+    hover = "%{y}<br>dimension %{customdata}: %{z:.3g}<extra></extra>"
+    named = [[str(dimension) for dimension in dimensions]] * len(tokens)
+    look: dict[str, Any] = {"scale": style.SIGNED, "y": grammar.token_names(tokens), "customdata": named}
+    trace = heat(vectors[:, dimensions], -limit, limit, hover, bar="value", **look)
+    ticks = evenly(len(dimensions), 16)
+    across = {"tickvals": ticks, "ticktext": [str(dimensions[tick]) for tick in ticks]}
+    down = grammar.token_axis(tokens, sinks) | {"autorange": "reversed", "tickangle": 0}
+    layout = {"xaxis": across, "yaxis": down, "margin": {"l": 90}}
+    return style.figure([trace], "dimension of the residual stream", "token", height=760, layout=layout)
 
 
 def grouped_bars(

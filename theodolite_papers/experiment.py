@@ -80,7 +80,7 @@ class Outcome(PageOutcome):
 
     def cannot_judge(self, key: str, why: str, /, **values: Any) -> None:
         """Say why a claim is not testable here."""
-        self.cannot_test(self.sentence(key, **values), why)
+        self.verdicts.append(untestable(self.sentence(key, **values), why))
 
     @property
     def unjudged(self) -> list[str]:

@@ -10,7 +10,6 @@ from tests.report.synthetic import make_survey
 from theodolite import compare
 from theodolite.comparison.page import experiment_of, outcome
 from theodolite.report.drawing import compare as drawing
-from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.report.outcome import render
 
 
@@ -60,34 +59,6 @@ def test_outliers_stand_at_their_sizes_on_logarithmic_axes():
     assert (lost.x[0], lost.y[0], new.x[0], new.y[0]) == (50, 1, 2, 40)
     assert lost.text[0].startswith("layer 1, dimension 7")
     assert figure.layout.xaxis.type == figure.layout.yaxis.type == "log"
-
-
-def test_figures_side_by_side_share_colours_and_mark_their_own_sinks():
-    tokens = [f"t{n}" for n in range(9)]
-    weights = [np.tril(np.full((9, 9), 0.1 * n)) for n in (1, 2)]
-    maps = {
-        name: figures_prompt.attention(own, tokens, sinks)
-        for name, own, sinks in zip(("a model", "b"), weights, ([2], []), strict=True)
-    }
-    figure = drawing.parallel_map(maps, square=True)
-    assert [note.text for note in figure.layout.annotations] == ["a model", "b"]
-    assert [trace.zmax for trace in figure.data] == [1, 1]
-    assert [bool(trace.showscale) for trace in figure.data] == [True, False]
-    for trace, own in zip(figure.data, weights, strict=True):
-        np.testing.assert_allclose(trace.z[np.tri(9, dtype=bool)], own[np.tri(9, dtype=bool)], rtol=1e-6)
-    assert list(figure.layout.xaxis.ticktext) == ["▼ t2"]
-    assert list(figure.layout.xaxis2.ticktext) == []
-    first, second = figure.layout.xaxis.domain, figure.layout.xaxis2.domain
-    assert first[1] < second[0]
-    written = np.random.default_rng(0).normal(size=(2, 5, 100))
-    written[0, :, 90], written[1, :, 4] = 50, -70
-    outputs = [
-        figures_prompt.by_dimension(own, list("abcde"), [0], scale_of=np.concatenate(written)).data[0]
-        for own in written
-    ]
-    assert outputs[0].customdata[0] == outputs[1].customdata[0]
-    assert {"4", "90"} <= set(outputs[0].customdata[0])
-    assert [trace.zmax for trace in outputs] == [70, 70]
 
 
 def test_the_page_tells_every_part_and_every_model(audits):

@@ -96,14 +96,15 @@ def test_evidence_has_the_numbers_and_the_thresholds(sharp):
     heads.loc[(heads["layer"] == 1) & (heads["head"] == 1), ["previous_token", "induction"]] = [0.49, 0.12]
     planted = replace(run, heads=heads)
     found = evidence(planted, measured, 1, 1)
-    by_name = {one.role.title: one for one in found}
-    assert by_name["previous-token head"].on_text == 0.49
-    assert by_name["previous-token head"].holds
-    assert not by_name["induction head"].holds
-    assert math.isnan(by_name["induction head"].on_prompt)
+    by_name = {role.title: told for role, *told in found}
+    on_text, on_prompt, has_it = by_name["previous-token head"]
+    assert on_text == 0.49
+    assert has_it
+    assert not by_name["induction head"][2]
+    assert math.isnan(by_name["induction head"][1])
     row = measured.heads[(measured.heads["layer"] == 1) & (measured.heads["head"] == 1)].iloc[0]
-    assert by_name["previous-token head"].on_prompt == row["previous_token"]
-    assert [one.holds for one in found] == sorted((one.holds for one in found), reverse=True)
+    assert on_prompt == row["previous_token"]
+    assert [one[3] for one in found] == sorted((one[3] for one in found), reverse=True)
     said = panels.head_html(planted, measured, 1, 1)
     assert "<h4>L1H1 previous-token head" in said
     assert "✓ previous-token head" in said

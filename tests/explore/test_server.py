@@ -91,11 +91,9 @@ def test_a_survey_that_fails_is_said_and_not_waited_for(sharp):
         raise RuntimeError("out of memory\nand more")
 
     planned = Subject("planned", sharp.model, PlannedSurvey(sharp.provenance, make))
-    planned.begin()
-    planned.wait()
-    assert not planned.is_pending
     with pytest.raises(WorkError, match=r"the survey of planned ended: out of memory$"):
         _ = planned.run
+    assert not planned.is_pending
 
 
 def test_the_first_panels_need_no_survey_and_it_is_made_once(sharp):

@@ -13,13 +13,14 @@ from theodolite import measure
 from theodolite.errors import UsageError
 from theodolite.judging import Criterion
 from theodolite.measure import catalogue
+from theodolite.measure.catalogue import declared
 from theodolite.measure.column import MEASUREMENTS, Column
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.run import Run
 from theodolite.passes.survey import TEXT_TITLE, spectra, survey
 from theodolite.report import figures, findings
-from theodolite.report.data import columns_of, offered
+from theodolite.report.data import offered
 from theodolite.report.page import render
 from theodolite.system.wording import number
 
@@ -92,7 +93,7 @@ def test_declarations_travel_with_the_run(tmp_path, opened, corpus):
     model = opened("gpt2")
     survey(model, corpus, tmp_path / "run", extra=[FourthMoment(model)])
     run = Run.load(tmp_path / "run")
-    described = columns_of(run, "heads") | columns_of(run, "layers")
+    described = declared("heads", run.provenance) | declared("layers", run.provenance)
     assert [described[column.name] for column in FourthMoment.declared] == [*FourthMoment.declared]
     assert list(offered(run))[-1] == "query_squared"
     hover = figures.head_map(run, "query_squared").data[0].hovertemplate

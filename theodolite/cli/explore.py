@@ -109,8 +109,6 @@ def explore_command(
                         say_dimly("no browser was found: open the address yourself")
 
                 serve(application(subjects), listening, say, ended)
-                for subject in subjects:
-                    subject.wait()
 
 
 def _planned(model: OpenModel, corpus: Corpus, seed: int, ended: threading.Event) -> PlannedSurvey:

@@ -22,15 +22,10 @@ from theodolite.explore.panels import MEASURE, Selection, html
 from theodolite.explore.subject import Subject, offered_prompts, prompt_ids
 from theodolite.report.content import subtitle, text_line
 from theodolite.report.data import opening_head
+from theodolite.report.outcome import CAPTIONS
 from theodolite.system.wording import head_name, visible
 
 OPENING, LABEL = "few-shot", "prompt (Shift+Enter or Run reads it)"
-CONSTITUENTS = (
-    "The query-key product in parts that depend on position, context, both or neither; they sum to QK, the model's own "
-    "logits. pos is the contribution of position and cvec that of token and context, in the order query-key: pos-cvec "
-    "is a position that attends to a content. Each row is centred, to which the softmax is invariant. Position 0 is "
-    "excluded."
-)
 Draw = Callable[[Selection], list[Any]]
 ON_PROMPT: tuple[tuple[Draw, ...], ...] = (
     (panels.head_map, panels.attention),
@@ -42,22 +37,13 @@ WITH_TEXT: tuple[tuple[Draw, ...], ...] = ((panels.head,), (panels.constituents,
 SURVEYING = "Reading a text, for the panels that need one."
 AGAIN = 1.0  # seconds after which it is asked how far the survey is
 PLOTS = ("head_map", "attention", "block", "constituents")
-PANELS: tuple[tuple[tuple[str, ...], ...], ...] = (
-    (
-        ("Heads", "One cell per head; each row is a block. Click a head to show it.", "head_map", "head"),
-        ("Attention", "Each row is a query token, each column a key; ▼ marks the head's sinks.", "attention"),
-    ),
-    (
-        ("Next token", "What the model says next, and what it would say without this head.", "next_tokens"),
-        ("All heads of the block", "Their attention side by side. Click one to show it.", "block"),
-    ),
-    (
-        ("Sinks", "The attention that each token receives.", "sinks"),
-        ("Tags", "What the head writes at each token.", "tags"),
-    ),
-    (("Constituents of the logits", CONSTITUENTS, "not_split", "constituents"),),
+PANELS: tuple[dict[str, tuple[str, ...]], ...] = (
+    {"heads": ("head_map", "head"), "attention": ("attention",)},
+    {"next": ("next_tokens",), "block": ("block",)},
+    {"sinks": ("sinks",), "tags": ("tags",)},
+    {"constituents": ("not_split", "constituents")},
 )
-"""Rows of panels of one model: title, what it shows, and its parts."""
+"""Rows of panels of one model: their captions in `figures.toml`, and their parts."""
 
 # gradio's plots tell of no clicks. Each new figure is a new element.
 _CLICKS = """
@@ -122,14 +108,10 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             parts = [(draw.__name__, zip(sides, draw(at), strict=True)) for draw in draws]
             return {side[name]: value for name, values in parts for side, value in values}
 
-        def only(draw: Draw) -> Callable[..., Iterator[Update]]:
+        def only(draw: Draw, prompt_text: str, *values: Any) -> Iterator[Update]:
             """Draw this panel anew, as when a setting that it follows has changed."""
-
-            def redraw(prompt_text: str, *values: Any) -> Iterator[Update]:
-                at = selected(prompt_text, *values)
-                yield drawn(at, draw) | {address: _address(prompt_text, at)}
-
-            return redraw
+            at = selected(prompt_text, *values)
+            yield drawn(at, draw) | {address: _address(prompt_text, at)}
 
         def show(prompt_text: str, name: str, *settings: Any) -> Iterator[Update]:
             at = selected(prompt_text, name, *settings)
@@ -221,8 +203,8 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         on(preset.input, pick, preset)
         on(head.input, show, text)
         on(clicks.select, choose, text)
-        on(measure.input, only(panels.head_map), text)
-        on(log.input, only(panels.attention), text)
+        on(measure.input, functools.partial(only, panels.head_map), text)
+        on(log.input, functools.partial(only, panels.attention), text)
         on(again.tick, ask, text)
         address.change(None, address, None, js=_KEEP_ADDRESS)
     return page
@@ -252,9 +234,9 @@ def _side(name: str) -> dict[str, Any]:
             gr.HTML(html("heading", visible(name, 80)))
         for row in PANELS:
             with gr.Row():
-                for title, about, *parts in row:
+                for key, parts in row.items():
                     with gr.Column(min_width=400):
-                        gr.Markdown(f"### {title}\n{about}")
+                        gr.Markdown("### {title}\n{shows}".format(**CAPTIONS["explore"][key]))
                         for part in parts:
                             shown: Any = gr.Plot if part in PLOTS else gr.HTML
                             side[part] = shown(show_label=False, elem_classes=part.replace("_", "-"))

@@ -32,9 +32,8 @@ from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.content import flowing
 from theodolite.report.data import entropy_share, evenly
-from theodolite.report.drawing import heads, prompt
+from theodolite.report.drawing import grammar, heads
 from theodolite.report.drawing.constituents import qk_panels
-from theodolite.report.drawing.grammar import heat
 from theodolite.report.page import environment, write_page
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT, HeadView, head_view, read_prompt
 from theodolite.system.choices import wider_than
@@ -119,7 +118,7 @@ def head(at: Selection) -> list[str]:
 def attention_map(view: HeadView, *, log: bool = False) -> go.Figure:
     """Draw the head's attention, queries down and keys across; colours run to the largest weight that is shown."""
     highest = float(np.nanmax(view.attention, initial=0.0)) or 1.0
-    drawn = prompt.attention(
+    drawn = grammar.attention(
         view.attention, view.tokens, view.sink_positions, highest=highest, log=log, **LABELS
     )
     place = {"constrain": "domain", "automargin": False}  # the map stays where it is when a switch is turned
@@ -160,7 +159,7 @@ def _tiles(weights: Floats, at: Selection) -> go.Figure:
         left, top = pitch * (head % across), pitch * (head // across) * 1.12
         name, place = head_name(at.layer, head), np.arange(len(starts))
         hover = f"{name}: %{{z:.2f}}<extra></extra>"
-        traces.append(heat(of_head, 0, 1, hover, x=left + place, y=top + place, name=name))
+        traces.append(grammar.heat(of_head, 0, 1, hover, x=left + place, y=top + place, name=name))
         look = {"size": 12, "color": style.PREDICTED if head == at.head else style.INK}
         words = f"<b>{name}</b>" if head == at.head else name
         names.append({"x": left, "y": top - 1, "text": words, "font": look, "showarrow": False} | ABOVE)
@@ -189,8 +188,10 @@ def tags(at: Selection) -> list[str]:
 
 def _shown_or_why(show: Callable[[Subject], str], at: Selection) -> list[str]:
     """Show something of each model, or say why it cannot be shown."""
-    shown = zip(*_tried(show, at), strict=True)
-    return [text or html("line", f"Cannot be shown: {reason}.") for text, reason in shown]
+    return [
+        html("line", f"Cannot be shown: {visible(each)}.") if isinstance(each, TheodoliteError) else each
+        for each in _tried(show, at)
+    ]
 
 
 def constituents(at: Selection) -> Figures:
@@ -201,36 +202,33 @@ def constituents(at: Selection) -> Figures:
         split = each.constituents(at.ids, at.layer)
         return qk_panels(split, at.head, each.read(at.ids).tokens, first=first)
 
-    drawn, _ = _tried(draw, at)
+    drawn = [figure if isinstance(figure, go.Figure) else None for figure in _tried(draw, at)]
     share_scales([figure for figure in drawn if figure])
     return drawn
 
 
 def not_split(at: Selection) -> list[str]:
     """Say why there are no constituents; empty where there are."""
-    _, reasons = _tried(lambda each: each.constituents(at.ids, at.layer), at)
+    split = _tried(lambda each: each.constituents(at.ids, at.layer), at)
+    reasons = [visible(each) if isinstance(each, TheodoliteError) else "" for each in split]
     return [html("line", reason and f"The logits cannot be decomposed: {reason}") for reason in reasons]
 
 
-def _tried(work: Callable[[Subject], _T], at: Selection) -> tuple[list[_T | None], list[str]]:
-    """Do `work` for each model: the results, None where it failed, and the reasons."""
-    values: list[_T | None] = []
-    reasons = [""] * len(at.subjects)
-    for place, each in enumerate(at.subjects):
+def _tried(work: Callable[[Subject], _T], at: Selection) -> list[_T | TheodoliteError]:
+    """Do `work` for each model: the results, or why there is none."""
+    results: list[_T | TheodoliteError] = []
+    for each in at.subjects:
         try:
-            values.append(work(each))
+            results.append(work(each))
         except TheodoliteError as error:
-            values.append(None)
-            reasons[place] = visible(error)
-    return values, reasons
+            results.append(error)
+    return results
 
 
 def share_scales(drawn: list[go.Figure]) -> list[go.Figure]:
     """Give figures of several models, alike but for their numbers, the same ends of colours."""
-    for figure in drawn:
-        figure.update_layout(
-            paper_bgcolor=style.NEUTRAL
-        )  # on a dark page, too: colours are those of light paper
+    for figure in drawn:  # on a dark page, too, colours are those of light paper
+        figure.update_layout(paper_bgcolor=style.NEUTRAL)
     if len(drawn) < 2:
         return drawn
     for name in ("coloraxis", "coloraxis2"):
@@ -255,17 +253,10 @@ def html(macro: str, *values: object) -> str:
     return str(getattr(environment().get_template("explore.html.j2").module, macro)(*values)).strip()
 
 
-class Evidence(NamedTuple):
-    """A role, the head's score on the surveyed text and on this prompt (NaN: none), and whether the head has it."""
-
-    role: head_roles.HeadRole
-    on_text: float
-    on_prompt: float
-    holds: bool
-
-
-def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
-    """List every role with the head's scores, first those that it has: on the text, or else on the prompt."""
+def evidence(
+    run: Run, measured: Run, layer: int, head: int
+) -> list[tuple[head_roles.HeadRole, float, float, bool]]:
+    """List role, score on the text, on the prompt (NaN: none), and whether the head has it; first those that it has."""
 
     def scores(of: Run) -> pd.Series:
         heads = of.heads.assign(entropy_share=entropy_share(of)).set_index(["layer", "head"])
@@ -275,14 +266,14 @@ def evidence(run: Run, measured: Run, layer: int, head: int) -> list[Evidence]:
     for role, text, prompted in zip(head_roles.ROLES, scores(run), scores(measured), strict=True):
         score = prompted if math.isnan(text) else text
         if not math.isnan(score) and (role is not head_roles.LEARNED_SINK or text or prompted):
-            rows.append(Evidence(role, text, prompted, score >= role.threshold))
-    return sorted(rows, key=lambda row: not row.holds)
+            rows.append((role, text, prompted, score >= role.threshold))
+    return sorted(rows, key=lambda row: not row[-1])
 
 
 def head_html(run: Run, measured: Run, layer: int, head: int) -> str:
     """Show the head's name, and its roles with the evidence."""
     rows = evidence(run, measured, layer, head)
-    names = ", ".join(row.role.title for row in rows if row.holds) or "no named role"
+    names = ", ".join(role.title for role, _, _, has_it in rows if has_it) or "no named role"
     return html("head", head_name(layer, head), names, rows, functools.partial(number, digits=2))
 
 
@@ -391,16 +382,13 @@ def view_head(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> HeadFigure:
-    """Draw one head's attention on a prompt, for a notebook.
+    """Draw one head's attention on a prompt, as a figure for a notebook.
 
     Args:
         model: from `open_model`.
         text: the prompt, from 4 to 512 tokens, read with the tokenizer's special tokens; or token ids, as they are.
         generate: tokens that the model writes behind the prompt, the most probable each time, which are read with it.
         attention_mask, position_ids: of padded ids, as `Corpus.from_ids` takes them.
-
-    Returns:
-        The figure: a notebook shows it, `.save("head.html")` writes it, and `.view` has the numbers.
 
     Raises:
         UsageError: no such layer or head, or a prompt that the model cannot read, or continue.

@@ -6,7 +6,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,7 @@ from theodolite.system.progress import ShowStage
 from theodolite.system.wording import counted
 from theodolite.theory.grouping import chance_explained, principal_scores, rgb, variance_explained
 
-MOST_TOKENS = (
-    512  # of a prompt, whose attention is drawn whole: a megabyte and a half on their way to the page
-)
+MOST_TOKENS = 512  # of a prompt, whose attention is drawn whole: 1.5 MB on their way to the page
 MOST_CHARACTERS = 64 * MOST_TOKENS  # what is longer has too many tokens: counting a book's would take minutes
 NEXT_TOKENS = 5  # that are shown, the most probable ones of each column
 PROMPTS = ("few-shot", "chain-of-thought", "step-by-step", "passage", "inference")
@@ -103,9 +101,9 @@ class Subject:
         return not self._survey.done()
 
     def begin(self) -> None:
-        """Begin the survey in a thread of its own, if it is planned and has not begun."""
+        """Begin the survey in a thread that Python waits for at its end, if it is planned and has not begun."""
         if self._planned is not None:
-            threading.Thread(target=self._make, args=[self._planned.make], daemon=True).start()
+            threading.Thread(target=self._make, args=[self._planned.make]).start()
         self._planned = None
 
     def _make(self, make: Callable[[ShowStage], Run]) -> None:
@@ -120,11 +118,6 @@ class Subject:
         except BaseException as error:  # nobody else would hear of it
             reason = first_line(error) or type(error).__name__
             self._survey.set_exception(WorkError(f"the survey of {self.name} ended: {reason}"))
-
-    def wait(self) -> None:
-        """Wait for the survey, if it has begun."""
-        if self._planned is None:
-            wait([self._survey])
 
     def _read(self, ids: tuple[int, ...]) -> PromptPass:
         """Run the model on a prompt."""

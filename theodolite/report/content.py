@@ -111,23 +111,22 @@ def sink_tokens(run: Run) -> Table | None:
         ("heads", "heads for which it is a sink"),
         ("strongest head", "the head for which it is a sink in most contexts, and the share of contexts"),
     ]
-    groups = {key: group for key, group in run.sinks.groupby(["token", "first"], sort=True)}
-    ranked = sorted(groups, key=lambda key: (-groups[key]["contexts"].sum(), str(key[0]), bool(key[1])))
-    rows = [_sink_row(groups[key]) for key in ranked[:SINK_TOKENS]]
+    groups = [group for _, group in run.sinks.groupby(["token", "first"], sort=True)]
+    rows = []
+    for heads in sorted(groups, key=lambda group: -group["contexts"].sum())[:SINK_TOKENS]:
+        best = heads.sort_values(["contexts", "layer", "head"], ascending=[False, True, True]).iloc[0]
+        contexts, share = heads["contexts"].to_numpy(float), float(best["share"])
+        position = float(np.average(heads["position"].to_numpy(float), weights=contexts))
+        rows.append(
+            [
+                Cell(shown_token(best["token"])),
+                Cell("first" if best["first"] else f"later (mean {number(position)})", position),
+                Cell(number(contexts.sum()), float(contexts.sum())),
+                Cell(str(len(heads)), float(len(heads))),
+                Cell(f"{head_name(int(best['layer']), int(best['head']))} ({percent(share)})", share),
+            ]
+        )
     return Table(names, rows, [f"token-{place}" for place in range(len(rows))])
-
-
-def _sink_row(heads: pd.DataFrame) -> list[Cell]:
-    best = heads.sort_values(["contexts", "layer", "head"], ascending=[False, True, True]).iloc[0]
-    contexts, share = heads["contexts"].to_numpy(float), float(best["share"])
-    position = float(np.average(heads["position"].to_numpy(float), weights=contexts))
-    return [
-        Cell(shown_token(best["token"])),
-        Cell("first" if best["first"] else f"later (mean {number(position)})", position),
-        Cell(number(contexts.sum()), float(contexts.sum())),
-        Cell(str(len(heads)), float(len(heads))),
-        Cell(f"{head_name(int(best['layer']), int(best['head']))} ({percent(share)})", share),
-    ]
 
 
 def frame_table(frame: pd.DataFrame | None, described: Mapping[str, Column] | None = None) -> Table | None:
@@ -156,7 +155,7 @@ def _without_errors(frame: pd.DataFrame) -> list[str]:
 
 def run_table(run: Run, name: str) -> Table | None:
     """Show a table of the run, of heads by their names, of outliers the largest; None where it is empty."""
-    frame, described = getattr(run, name), data.columns_of(run, name)
+    frame, described = getattr(run, name), declared(name, run.provenance)
     if name == "outliers" and len(frame):
         order, directions = ["maximum", "layer", "dimension"], [False, True, True]
         frame = frame.sort_values(order, ascending=directions, kind="stable").head(OUTLIER_ROWS)

@@ -1,4 +1,4 @@
-"""Safe reading of a run for the report: what is absent or all NaN comes back as None. Nothing here draws."""
+"""Safe reading of a run for the report: what is absent or all NaN comes back as None. And published averages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from importlib import resources
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,14 +35,9 @@ def column(frame: pd.DataFrame, name: str) -> Floats | None:
     return values if np.isfinite(values).any() else None
 
 
-def columns_of(run: Run, table: str) -> dict[str, Column]:
-    """Return the declarations of a table's columns by name, those of the caller's own measurements included."""
-    return declared(table, run.provenance)
-
-
 def caller_columns(run: Run, table: str) -> list[Column]:
     """List the columns of a table that the caller's own measurements declared, and that it has."""
-    known, described = declared(table), columns_of(run, table)
+    known, described = declared(table), declared(table, run.provenance)
     return [one for name, one in described.items() if name not in known and name in getattr(run, table)]
 
 
@@ -54,7 +50,7 @@ def limit_of(table: str, name: str) -> Criterion:
 
 def offered(run: Run) -> dict[str, Column]:
     """Return the columns of heads that pickers offer, by name."""
-    described = columns_of(run, "heads").items()
+    described = declared("heads", run.provenance).items()
     return {name: one for name, one in described if one.offered and one.kind == "number"}
 
 
@@ -122,7 +118,7 @@ def at_floor(run: Run, name: str) -> npt.NDArray[np.bool_]:
 
     It is below 0 though what it estimates cannot be, below its own floor, or empty where what it divides by is noise.
     """
-    described, values = columns_of(run, "layers").get(name), value_of(run, name)
+    described, values = declared("layers", run.provenance).get(name), value_of(run, name)
     if described is None or not described.error or name not in run.layers:
         return np.zeros(len(run.layers), dtype=bool)
     floor = value_of(run, described.floor if described.floor == f"{name}_floor" else "")
@@ -268,3 +264,23 @@ def evenly(count: int, most: int) -> list[int]:
     if count <= most:
         return list(range(count))
     return sorted({round(step) for step in np.linspace(0, count - 1, most)})
+
+
+# Rows of Table 1, whose fields `published.toml` says.
+TABLE_1 = tuple(SimpleNamespace(**row) for row in packaged("published.toml")["average"])
+# The same on OpenWebText, the one text that all four models were measured on.
+AVERAGES: dict[str, SimpleNamespace] = {row.model: row for row in TABLE_1 if row.text == "OpenWebText"}
+_FAMILIES = {
+    "BERT": ("bert", "electra"),
+    "BLOOM": ("bloom", "falcon", "mpt"),
+    "Llama 2": ("llama", "mistral", "mixtral", "phi", "qwen", "gemma", "neox", "gpt_oss", "olmo", "cohere"),
+}
+
+
+def closest(run: Run) -> str:
+    """Find the published model to show first: the same family, else the same kind of position, else GPT-2."""
+    family, positions = ((provenance(run, "model", of) or "").lower() for of in ("family", "positions"))
+    for model, parts in _FAMILIES.items():
+        if any(part in family for part in parts):
+            return model
+    return {"rotary": "Llama 2", "alibi": "BLOOM"}.get(positions, "GPT-2")

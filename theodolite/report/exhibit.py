@@ -107,24 +107,22 @@ CAPTIONS = {
 class SurveyExhibit:
     """One figure of the page, and of `report.figures`: a function of a run, declared by `exhibit`.
 
-    `key`: in `exhibits.toml`, which has its `caption`. `picker`: what the page offers to choose from. `when`: what must
-    hold of a run besides that it has the numbers, without which the function raises `UsageError`. `alone`: whether
-    `report.figures` has it.
+    `key`: in `exhibits.toml`, which has its `caption`. `picker`: what the page offers to choose from. `alone`: whether
+    `report.figures` has it. The function raises `UsageError` where a run has no numbers for it.
     """
 
     key: str
     function: Callable[..., go.Figure]
     caption: dict[str, Any]
     picker: Picker | None = None
-    when: Callable[[Run], bool] | None = None
     alone: bool = True
 
     def of(self, run: Run) -> Exhibit | None:
         """Draw the figure of a run with its caption and picker; None where the run lacks what it needs."""
-        if self.when is not None and not self.when(run):
-            return None
         try:
             choice = self.picker and self.picker(run, functools.partial(self.function, run))
+            if choice and not choice.options:
+                return None
             figure = choice.first_shown() if choice else self.function(run)
         except UsageError:
             return None

@@ -22,13 +22,13 @@ import plotly.graph_objects as go
 from theodolite.errors import UsageError
 from theodolite.passes.run import Run
 from theodolite.report import style
-from theodolite.report.data import blocks, columns_of, heads_per_block, offered
+from theodolite.report.data import blocks, heads_per_block, offered
 from theodolite.report.drawing import constituents as split
-from theodolite.report.drawing import geometry, heads, layers
+from theodolite.report.drawing import heads, layers
 from theodolite.report.exhibit import CAPTIONS, DECLARED, SurveyExhibit, by_residual_layer
 from theodolite.system.wording import head_name, listed, nearest
 
-MODULES = (geometry, layers, split, heads)  # where they are declared
+MODULES = (layers, split, heads)  # where they are declared
 EXHIBITS = [DECLARED[key] for key in CAPTIONS]  # all of them in the order of the page
 _OF_FUNCTION = {exhibit.function.__name__: exhibit for exhibit in EXHIBITS if exhibit.alone}
 
@@ -71,7 +71,7 @@ def _standalone(exhibit: SurveyExhibit) -> Callable[..., go.Figure]:
         elif "layer" in given:
             title += f" · {'block' if of_block else 'layer'} {given['layer']}"
         elif "measure" in given:
-            title += f" · {columns_of(given['run'], 'heads')[given['measure']].title}"
+            title += f" · {offered(given['run'])[given['measure']].title}"
         figure = go.Figure(exhibit.function(*args, **kwargs))
         return style.standalone(figure, title, f"Look for {exhibit.caption['look_for']}")
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +21,7 @@ from theodolite.measure.catalogue import declared
 from theodolite.measure.column import Column
 from theodolite.measure.constituents import ADDITIVE, DISJOINT
 from theodolite.passes.run import Run
-from theodolite.report import data, published
+from theodolite.report import data
 from theodolite.report.drawing.constituents import SHARES
 from theodolite.system.wording import (
     counted,
@@ -55,8 +53,7 @@ MOST = 5  # sentences that a reader should know first: of these topics where les
 USUAL = ("Sinks", "Heads", "Outliers", "Context", "Constituents", "Localization")
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A sentence, the quantity that it is `about` (empty: it only gives numbers), and its `answer` to what is asked.
 
     Of a health check HOLDS is passed, FAILS flagged, and UNDECIDED neither: not decided, or not judged at all.
@@ -65,9 +62,6 @@ class Finding:
     text: str
     about: str = ""
     answer: Answer | Literal[""] = ""
-
-    def __str__(self) -> str:
-        return self.text
 
 
 Judged = tuple[str, Answer] | None  # what a check says, and its answer; None: not for this run
@@ -121,15 +115,14 @@ def in_a_line(checks: Sequence[Finding]) -> str:
 def checks(run: Run) -> list[Finding]:
     """Run every check that the run's numbers allow, those of a caller's own columns last."""
     own = [column for table in ("layers", "heads") for column in data.caller_columns(run, table)]
-    outcomes = [(about, judged(run)) for about, (_, judged) in CHECKS.items()]
-    outcomes += [(column.name, _own(column, run)) for column in own]
-    return [Finding(outcome[0], about, outcome[1]) for about, outcome in outcomes if outcome]
+    outcomes = [_found(about, judged(run)) for about, (_, judged) in CHECKS.items()]
+    outcomes += [_found(column.name, _own(column, run)) for column in own]
+    return [finding for found in outcomes for finding in found]
 
 
-def _found(run: Run, about: str) -> Iterator[Finding]:
-    """Run one of `CHECKS`."""
-    if outcome := CHECKS[about][1](run):
-        yield Finding(outcome[0], about, outcome[1])
+def _found(about: str, outcome: Judged) -> list[Finding]:
+    """Make the finding of a check; empty where it is not for this run."""
+    return [] if outcome is None else [Finding(outcome[0], about, outcome[1])]
 
 
 def _own(measure: Column, run: Run) -> Judged:
@@ -317,8 +310,8 @@ def _mean(mean: float, error: float) -> str:
 
 
 def _position(run: Run) -> Iterator[str | Finding]:
-    model = published.closest(run)
-    reference = published.AVERAGES[model]
+    model = data.closest(run)
+    reference = data.AVERAGES[model]
     if (norm_mean := data.layer_mean(run, "relative_norm")) is not None:
         norm, layers = data.value_of(run, "relative_norm"), _layers(run)
         most, least = int(np.nanargmax(norm)), int(np.nanargmin(norm))
@@ -339,7 +332,7 @@ def _position(run: Run) -> Iterator[str | Finding]:
             f"({by_layer} by layer). Its rank as published (ScreeNOT):{as_published} {reference.rank[0]:.1f} for "
             f"{model}."
         )
-    yield from _found(run, SMOOTHNESS)
+    yield from _found(SMOOTHNESS, _smooth(run))
 
 
 def _context(run: Run) -> Iterator[str | Finding]:
@@ -350,9 +343,9 @@ def _context(run: Run) -> Iterator[str | Finding]:
         "Whether contexts cluster clearly by label",
     )
     index = "k-means finds the labels with an adjusted Rand index of {} (1: perfect, 0: chance)"
-    if clusters := of_layers(run, "cluster_ari", claims, index, _mean, CLUSTERED):
-        yield Finding(clusters[0], CLUSTERS, clusters[1])
-    elif data.column(run.layers, "relative_norm") is not None and within is None:
+    clusters = of_layers(run, "cluster_ari", claims, index, _mean, CLUSTERED)
+    yield from _found(CLUSTERS, clusters)
+    if not clusters and within is None and data.column(run.layers, "relative_norm") is not None:
         yield "The text has no labels, or only one, so clustering by topic cannot be assessed."
     if within is not None and between is not None:
         any_labels = data.layer_mean(run, "similarity_random")
@@ -360,7 +353,7 @@ def _context(run: Run) -> Iterator[str | Finding]:
             f"The root mean square cosine of context vectors is {_mean(*within)} within labels and {_mean(*between)} "
             f"between labels{f' ({_mean(*any_labels)} whatever the labels)' if any_labels else ''}."
         )
-    for entangled in _found(run, ENTANGLEMENT):
+    for entangled in _found(ENTANGLEMENT, _entangled(run)):
         yield entangled
         if (random := data.layer_mean(run, "incoherence_random")) is not None:
             yield f"Random directions of the same covariance have {number(random[0], 2)}."
@@ -447,7 +440,7 @@ def _outliers(run: Run) -> Iterator[str | Finding]:
             f"The first token has massive activations in {counted(len(affected), 'layer')} ({spans(affected)}), most "
             f"in layer {layers[most]} ({number(first[most])})."
         )
-    yield from _found(run, MASSIVE)
+    yield from _found(MASSIVE, _massive(run))
     if left_out := massive_line(run):
         yield left_out
     if (dimensions := data.column(run.layers, "outlier_dimensions")) is None:
@@ -563,8 +556,8 @@ def unusual(run: Run, checks: Sequence[Finding]) -> list[tuple[str, str]]:
     section_of = {about: section for about, (section, _) in CHECKS.items()}
     flagged = [(check.text, section_of.get(check.about, "")) for check in checks if check.answer == FAILS]
     differing = [(text, "position") for _, text in sorted(_against_published(run), reverse=True)]
-    usual = (TOPICS[topic] for topic in USUAL)
-    firsts = [(str(first), section) for section, sentences in usual for first in islice(sentences(run), 1)]
+    found = summarise(run)
+    firsts = [(found[topic][0].text, TOPICS[topic][0]) for topic in USUAL if topic in found]
     return list(dict.fromkeys([*flagged, *differing, *firsts]))[:MOST]
 
 
@@ -572,8 +565,8 @@ def _against_published(run: Run) -> Iterator[tuple[float, str]]:
     """Compare mean numbers with the published ones of the closest model: how many times they differ, and a sentence."""
     if data.grid_of(run):
         return  # the published models read text
-    model = published.closest(run)
-    norm, rank = (getattr(published.AVERAGES[model], name)[0] for name in ("relative_norm", "rank"))
+    model = data.closest(run)
+    norm, rank = (getattr(data.AVERAGES[model], name)[0] for name in ("relative_norm", "rank"))
     for name, title, expected, show in (
         ("relative_norm", "The relative norm of the positional basis", norm, percent_with_error),
         ("rank_screenot", "The positional rank, as published,", rank, with_error),

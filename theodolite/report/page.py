@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import shutil
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -40,23 +39,13 @@ _UNSAFE = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 def write_report(run: Run, folder: str | Path) -> Path:
-    """Write `folder`/index.html and Plotly's script, and return the page's path; existing files are replaced.
-
-    Raises:
-        WorkError: the folder cannot be written.
-    """
+    """Write `folder`/index.html and Plotly's script over those there, and return the page's path; or `WorkError`."""
     folder = Path(folder)
     page = render(run)
-    existed = folder.exists()
-    try:
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(folder / PLOTLY, get_plotlyjs())
-        return write_page(folder / "index.html", page)
-    except BaseException:
-        if not existed:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / PLOTLY, get_plotlyjs())
+    return write_page(folder / "index.html", page)
 
 
 def write_page(path: Path, page: str) -> Path:

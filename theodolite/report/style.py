@@ -65,7 +65,7 @@ def translucent(colour: str, opacity: float) -> str:
 OVERLAY: Scale = [[0.0, translucent("#ff1493", 0)], [1.0, translucent("#ff1493", 0.95)]]
 """Amounts on a picture, which shows through where there is none; the same on a dark page."""
 
-BAND, BAND_EDGE, DARK_BAND, DARK_BAND_EDGE = 0.16, 0.5, 0.26, 0.7  # opacities of published ranges
+BAND, DARK_BAND = 0.16, 0.26  # opacities of areas between two curves
 _BRIGHT = ["#2e73ed", "#df7331", "#26c191", "#bd5abd", "#f1d055", "#a9cbff", "#7d7680", "#eef0f4"]
 _BRIGHTER = dict(zip([*CATEGORIES, INK], _BRIGHT, strict=True))
 
@@ -76,7 +76,6 @@ def dark_swaps() -> dict[str, str]:
     swaps |= dict(zip(_PLUM + _SIGNED, _DARK_PLUM + _DARK_SIGNED, strict=True))
     for colour, brighter in _BRIGHTER.items():
         swaps[translucent(colour, BAND)] = translucent(brighter, DARK_BAND)
-        swaps[translucent(colour, BAND_EDGE)] = translucent(brighter, DARK_BAND_EDGE)
     return swaps
 
 

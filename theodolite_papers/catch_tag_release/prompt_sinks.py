@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -13,19 +14,22 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from theodolite.attention.sinks import SINK_THRESHOLD
-from theodolite.estimates import Estimate
+from theodolite.estimates import Estimate, Floats
 from theodolite.judging import FAILS, HOLDS, Verdict, unless_explained, untestable
 from theodolite.models.texts import prompt_or_shipped, token_texts
+from theodolite.report import style
 from theodolite.report.data import evenly
-from theodolite.report.drawing import prompt as drawing
+from theodolite.report.drawing import grammar
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
-from theodolite.system.wording import counted, head_name, number, percent, shown_token
+from theodolite.system.wording import counted, for_plotly, head_name, number, percent, shown_token
 from theodolite.theory import grouping
 from theodolite.theory.grouping import principal_scores, rgb, turned
 from theodolite_papers.catch_tag_release.prompt_trace import PromptTrace, trace_prompt
+from theodolite_papers.drawing import by_dimension
 from theodolite_papers.experiment import Experiment, Outcome, Study, by_name, criterion, declared
 
 DEEPER = 4  # residual layers behind the head's block shown at most, the last one among them
+STRIP = 34  # pixels: one row of coloured tokens
 
 TAIL = criterion("sinks/rare").limit
 """Of the places that the same runs could have, as many give a gain as large (or as small), where that decides."""
@@ -74,18 +78,52 @@ def show_prompt(outcome: Outcome, trace: PromptTrace, tokens: list[str], *, chos
     judge_places(outcome, trace, places)
     colours = np.stack([rgb(values, grouped).numpy() for values in scores.values()])
     shown, of_shown = (list(itertools.compress(values, grouped)) for values in (tokens, groups))
-    planes = [values[grouped][:, :2].numpy() for values in scores.values()]
 
     def plane(place: int) -> go.Figure:
-        return drawing.clusters(planes[place], of_shown, shown, sorted(set(of_shown)))
+        return clusters(list(scores.values())[place][grouped].numpy(), of_shown, shown)
 
-    weights = drawing.attention(trace.attention.numpy(), tokens, sinks)
+    weights = grammar.attention(trace.attention.numpy(), tokens, sinks)
     outcome.draw("attention", weights, head=head, threshold=SINK_THRESHOLD)
-    outcome.draw("output", drawing.by_dimension(trace.output.numpy(), tokens, sinks), head=head)
-    outcome.draw("values", drawing.by_dimension(trace.value.numpy(), tokens, sinks), head=head)
-    outcome.draw("colours", drawing.coloured(colours, list(scores), tokens, sinks))
+    outcome.draw("output", by_dimension(trace.output.numpy(), tokens, sinks), head=head)
+    outcome.draw("values", by_dimension(trace.value.numpy(), tokens, sinks), head=head)
+    outcome.draw("colours", coloured(colours, list(scores), tokens, sinks))
     outcome.draw("clusters", by_name("place", list(scores), plane, grid=True))
-    outcome.draw("received", drawing.received(trace.received.numpy(), tokens, sinks))
+    outcome.draw("received", received(trace.received.numpy(), tokens, sinks))
+
+
+def coloured(colours: Floats, names: Sequence[str], tokens: Sequence[str], sinks: Sequence[int]) -> go.Figure:
+    """Draw one row of tokens per residual layer or head output, coloured (rows, tokens, 3) from 0 to 255."""
+    texts = [grammar.token_names(tokens)] * len(names)
+    image = {"type": "image", "z": colours, "text": texts, "hovertemplate": "%{text}<extra></extra>"}
+    rows = {"tickvals": list(range(len(names))), "ticktext": list(map(for_plotly, names))}
+    bare = {"showgrid": False, "zeroline": False}
+    layout = {
+        "xaxis": grammar.token_axis(tokens, sinks) | bare | {"type": "linear"},
+        "yaxis": rows | bare | {"scaleanchor": False},
+        "margin": {"l": 150, "b": 100},
+    }
+    return style.figure([image], height=160 + STRIP * len(names), layout=layout)
+
+
+def clusters(scores: Floats, groups: Sequence[str], tokens: Sequence[str]) -> go.Figure:
+    """Draw tokens on two principal components, (tokens, 2), coloured by their group: the sink that caught them."""
+    hover_texts, group_of = np.array(grammar.token_names(tokens)), np.array(groups)
+    traces = []
+    for name, colour in zip(sorted(set(groups)), itertools.cycle(style.CATEGORIES), strict=False):
+        chosen, label = group_of == name, for_plotly(name)
+        x, y = scores[chosen, :2].T
+        hover = f"%{{text}}<extra>{label}</extra>"
+        traces.append(grammar.dots(x, y, hover_texts[chosen], label, colour, hover, marker={"opacity": 0.8}))
+    return style.figure(traces, "first component", "second component", height=380)
+
+
+def received(values: Floats, tokens: Sequence[str], sinks: Sequence[int]) -> go.Figure:
+    """Draw the mean attention that each token receives from the strongest head of each block, (blocks, tokens)."""
+    hover = "block %{y}, %{x}<br>%{z:.3f}<extra></extra>"
+    trace = grammar.heat(values, 0, 1, hover, bar="attention", x=grammar.token_names(tokens))
+    across, down = grammar.token_axis(tokens, sinks), grammar.rows_down(len(values))
+    layout = {"xaxis": across, "yaxis": down, "margin": {"b": 100}}
+    return style.figure([trace], "", "block", height=grammar.map_height(len(values)), layout=layout)
 
 
 def _places(trace: PromptTrace) -> dict[str, Tensor]:

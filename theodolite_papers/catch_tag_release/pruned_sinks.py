@@ -7,12 +7,15 @@ beside the pages, and read by whatever needs it again.
 from __future__ import annotations
 
 import copy
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
@@ -30,13 +33,12 @@ from theodolite.prune.checkpoint import Pruned
 from theodolite.prune.model import prune_model
 from theodolite.report import style
 from theodolite.report.data import evenly
-from theodolite.report.drawing import prompt as drawing
-from theodolite.report.drawing.compare import parallel_map
+from theodolite.report.drawing.grammar import MARK, Panel, attention, panels
 from theodolite.sinks.interventions import without_low_rank
 from theodolite.system.wording import head_name, shown_token, with_error
 from theodolite.theory.unbiased import ratio
 from theodolite_papers.catch_tag_release.prompt_trace import PromptTrace, trace_prompt
-from theodolite_papers.drawing import intervals
+from theodolite_papers.drawing import by_dimension, intervals
 from theodolite_papers.experiment import Outcome, Study, declared
 
 METHODS = {"oats": "OATS", "wanda": "Wanda", "sparsegpt": "SparseGPT", "magnitude": "magnitude"}
@@ -45,6 +47,11 @@ ITERATIONS, RANK_RATIO = 80, 0.25  # of OATS, as published
 MOST_CONTEXTS = 128  # that are measured, evenly chosen, and as many that calibrate
 DENSE = "dense"
 CONTROL_SEED = 0
+COLUMNS = 4  # models side by side; more of them stand in several rows
+GAP = 0.035  # between panels, of the figure's width
+ROW_GAP = 120  # pixels between rows of panels: the sinks below, the title of the next one
+PAGE, OUTPUT_HEIGHT = 900, 430  # pixels: the width that panels share, and the height of those of outputs
+WRAP = 110  # letters that the titles in a row share in a line
 
 
 @dataclass(frozen=True)
@@ -284,8 +291,7 @@ def _draw(
     traces = {name: model.prompt for name, model in measured.items() if model.prompt is not None}
     sinks = {name: [int(at) for at in trace.sinks if at >= 0] for name, trace in traces.items()}
     head = head_name(prompt.layer, prompt.head)
-    weights = {name: trace.attention.numpy() for name, trace in traces.items()}
-    maps = {name: drawing.attention(values, tokens, sinks[name]) for name, values in weights.items()}
+    maps = {name: attention(of.attention.numpy(), tokens, sinks[name]) for name, of in traces.items()}
     outcome.draw("maps", parallel_map(maps, square=True), head=head)
     if not vectors:
         return
@@ -294,7 +300,33 @@ def _draw(
         ("outliers", {name: trace.streams[prompt.layer + 1].numpy() for name, trace in traces.items()}),
     ):
         figures = {
-            name: drawing.by_dimension(values, tokens, sinks[name], scale_of=of_models[DENSE])
+            name: by_dimension(values, tokens, sinks[name], scale_of=of_models[DENSE])
             for name, values in of_models.items()
         }
         outcome.draw(key, parallel_map(figures), head=head, layer=prompt.layer)
+
+
+def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> go.Figure:
+    """Put heat maps of tokens side by side, one a model, in the same colours; only sinks are named."""
+    rows = -(-len(figures) // COLUMNS)
+    columns = -(-len(figures) // rows)
+    height = PAGE * (1 - GAP * (columns - 1)) / columns if square else OUTPUT_HEIGHT
+    shown: list[Panel] = []
+    for index, (name, figure) in enumerate(figures.items()):
+        x, y = (_fewer_labels(figure.layout[axis].to_plotly_json()) for axis in ("xaxis", "yaxis"))
+        title, left = (axis.pop("title", {}).get("text", "") for axis in (x, y))
+        trace = figure.data[0].update(showscale=index == 0)
+        shown.append(Panel(name, [trace], title, "" if index % columns else left, x, y, square=square))
+    total = rows * height + (rows - 1) * ROW_GAP
+    layout = {"margin": {"l": 80, "t": 40, "b": 70}, "height": round(total) + 110}
+    drawn = panels(shown, columns, gaps=(GAP, ROW_GAP / total), layout=layout)
+    for heading in drawn.layout.annotations:
+        heading.text = "<br>".join(textwrap.wrap(heading.text, WRAP // columns, break_long_words=False))
+    return drawn
+
+
+def _fewer_labels(axis: dict[str, Any]) -> dict[str, Any]:
+    """Make an axis with room beside others: of tokens only the sinks, of dimensions every fourth label."""
+    values, texts = np.array(axis["tickvals"]), np.array(axis["ticktext"])
+    kept: Any = [MARK in text for text in texts] if "tickangle" in axis else slice(None, None, 4)
+    return axis | {"tickvals": values[kept], "ticktext": texts[kept]}

@@ -35,8 +35,8 @@ from theodolite.report.data import (
     need,
     value_of,
 )
-from theodolite.report.drawing import geometry
 from theodolite.report.drawing.grammar import HEADROOM, Panel, dots, line, panels
+from theodolite.report.drawing.layers import spiral
 from theodolite.system.wording import MISSING, for_plotly, number, percent, visible, with_error
 from theodolite.theory.unbiased import Jackknifed, combined, largest_square, leaving_out, stacked, together
 from theodolite_papers import drawing
@@ -343,7 +343,7 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
     else:
         for claim in ("continuous", "low-dimensional", "spiral"):
             outcome.cannot_judge(claim, WITHOUT_TEXT, place=place)
-    drawn = by_layer(len(run.layers), lambda layer: geometry.spiral(run, layer), grid=True)
+    drawn = by_layer(len(run.layers), lambda layer: spiral(run, layer), grid=True)
     outcome.draw("principal-components", drawn, place=place)
     outcome.draw("waves", by_layer(len(run.layers), lambda layer: waves(run, layer)))
 

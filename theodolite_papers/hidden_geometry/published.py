@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from theodolite.report.published import AVERAGES as AVERAGES
-from theodolite.report.published import TABLE_1 as TABLE_1
-from theodolite.report.published import closest as closest
+from theodolite.report.data import AVERAGES as AVERAGES
+from theodolite.report.data import TABLE_1 as TABLE_1
+from theodolite.report.data import closest as closest
 
 MODELS = ("GPT-2", "BERT", "BLOOM", "Llama 2")
 TEXTS = (

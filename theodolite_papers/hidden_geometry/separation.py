@@ -23,7 +23,7 @@ from theodolite.report.data import (
     provenance,
     value_of,
 )
-from theodolite.report.drawing.grammar import cosine_map, heat
+from theodolite.report.drawing.grammar import heat
 from theodolite.system.wording import for_plotly, number, with_error
 from theodolite.theory import normalised_gram
 from theodolite.theory.unbiased import Jackknifed, combined
@@ -54,7 +54,7 @@ def gram_by_label(cosines: Floats, labels: Sequence[str], positions: Sequence[in
             ticks.append(((start + end - 1) / 2, for_plotly(_short(labels[start - first]))))
     centres = [first / 2, first + len(labels) / 2]
     of_positions = {"tickvals": centres, "ticktext": ["positions →", "contexts"], "tickangle": 0}
-    return cosine_map(
+    return drawing.cosine_map(
         cosines,
         [f"position {position}" for position in positions]
         + [f"context {i} of {for_plotly(label)}" for i, label in enumerate(labels)],

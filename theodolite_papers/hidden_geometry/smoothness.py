@@ -38,7 +38,7 @@ from theodolite.report.data import (
     provenance,
     value_of,
 )
-from theodolite.report.drawing.grammar import cosine_map, dots, heat, line
+from theodolite.report.drawing.grammar import dots, heat, line
 from theodolite.system.wording import counted, number, percent, with_error
 from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
 from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, stacked
@@ -241,7 +241,7 @@ def figure_8(study: Study, outcome: Outcome) -> None:
     outcome.tables |= {"norms": pd.DataFrame(columns), "cosines": pd.DataFrame(cosines, columns=names)}
     outcome.draw("norms", _norms(norms, errors, printed))
     ticks = [(float(layer), str(layer)) for layer in layers[:: max(1, len(layers) // 12)]]
-    outcome.draw("cosines", cosine_map(cosines, names, "mean cosine", ticks))
+    outcome.draw("cosines", drawing.cosine_map(cosines, names, "mean cosine", ticks))
 
 
 def _norms(norms: Floats, errors: Floats, ratios: Mapping[int, float]) -> go.Figure:
@@ -371,8 +371,8 @@ def gram(cosines: Floats, most: int) -> go.Figure:
     shown = evenly(len(cosines), most)
     names = [f"position {place + 1}" for place in shown]
     ticks = [(len(names) / 2, "positions →")]
-    upright = {"tickangle": -90}
-    return cosine_map(cosines[np.ix_(shown, shown)], names, "cosine", ticks, height=440, yaxis=upright)
+    upright: dict[str, Any] = {"height": 440, "yaxis": {"tickangle": -90}}
+    return drawing.cosine_map(cosines[np.ix_(shown, shown)], names, "cosine", ticks, **upright)
 
 
 def low_frequency(run: Run) -> go.Figure:

@@ -14,10 +14,10 @@ from tests import checkpoints
 from tests.papers.shared import answers, outcome_of, verdicts_of
 from tests.report.drawn import drawn, finite
 from theodolite.models import open_model
-from theodolite.report.drawing import prompt as figures_prompt
 from theodolite.sinks.prompt import LEFT_OUT
 from theodolite_papers.catch_tag_release.prompt_sinks import explained_by_place, judge_places, show_prompt
 from theodolite_papers.catch_tag_release.prompt_trace import PromptTrace, trace_prompt
+from theodolite_papers.drawing import DIMENSIONS
 from theodolite_papers.experiment import Outcome
 
 WIDTH = 6
@@ -189,7 +189,7 @@ def test_the_figures_of_a_head_show_its_trace(model):
     np.testing.assert_allclose(drawn(figures["attention"], "z"), finite(trace.attention[visible]), rtol=1e-6)
     np.testing.assert_allclose(drawn(figures["received"], "z"), finite(trace.received), rtol=1e-6)
     for key, vectors in (("output", trace.output), ("values", trace.value)):
-        largest = vectors.abs().amax(0).topk(min(figures_prompt.DIMENSIONS, vectors.shape[1])).indices
+        largest = vectors.abs().amax(0).topk(min(DIMENSIONS, vectors.shape[1])).indices
         np.testing.assert_allclose(drawn(figures[key], "z"), finite(vectors[:, largest]), rtol=1e-6)
     places = outcome.tables["places"]["place"]
     assert places[1] == "output of the head"

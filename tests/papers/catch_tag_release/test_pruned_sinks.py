@@ -17,6 +17,7 @@ from theodolite.estimates import Estimate
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE
 from theodolite.models import open_model
 from theodolite.models.texts import Focus
+from theodolite.report.drawing.grammar import attention
 from theodolite_papers.catalogue import EXPERIMENTS
 from theodolite_papers.catch_tag_release import pruned_sinks
 from theodolite_papers.catch_tag_release.pruned_sinks import (
@@ -29,8 +30,10 @@ from theodolite_papers.catch_tag_release.pruned_sinks import (
     loss_difference,
     measure_sinks,
     new_sinks,
+    parallel_map,
     pruned_model,
 )
+from theodolite_papers.drawing import by_dimension
 from theodolite_papers.experiment import Study, of_nothing
 
 
@@ -185,3 +188,30 @@ def test_what_cannot_be_judged_is_refused(study):
     few = Corpus.python_docs(study.model.tokenizer, length=48, contexts=3)
     with pytest.raises(UsageError, match="3 contexts are too few"):
         halves(Study(study.provenance, study.model, few))
+
+
+def test_figures_side_by_side_share_colours_and_mark_their_own_sinks():
+    tokens = [f"t{n}" for n in range(9)]
+    weights = [np.tril(np.full((9, 9), 0.1 * n)) for n in (1, 2)]
+    maps = {
+        name: attention(own, tokens, sinks)
+        for name, own, sinks in zip(("a model", "b"), weights, ([2], []), strict=True)
+    }
+    figure = parallel_map(maps, square=True)
+    assert [note.text for note in figure.layout.annotations] == ["a model", "b"]
+    assert [trace.zmax for trace in figure.data] == [1, 1]
+    assert [bool(trace.showscale) for trace in figure.data] == [True, False]
+    for trace, own in zip(figure.data, weights, strict=True):
+        np.testing.assert_allclose(trace.z[np.tri(9, dtype=bool)], own[np.tri(9, dtype=bool)], rtol=1e-6)
+    assert list(figure.layout.xaxis.ticktext) == ["▼ t2"]
+    assert list(figure.layout.xaxis2.ticktext) == []
+    first, second = figure.layout.xaxis.domain, figure.layout.xaxis2.domain
+    assert first[1] < second[0]
+    written = np.random.default_rng(0).normal(size=(2, 5, 100))
+    written[0, :, 90], written[1, :, 4] = 50, -70
+    outputs = [
+        by_dimension(own, list("abcde"), [0], scale_of=np.concatenate(written)).data[0] for own in written
+    ]
+    assert outputs[0].customdata[0] == outputs[1].customdata[0]
+    assert {"4", "90"} <= set(outputs[0].customdata[0])
+    assert [trace.zmax for trace in outputs] == [70, 70]

@@ -1,8 +1,7 @@
-"""Figures of two models compared, of one head of several models on one prompt, and of measures over training."""
+"""Figures of two models compared, and of measures over training."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ import plotly.graph_objects as go
 from theodolite.report import style
 from theodolite.report.drawing.grammar import HEADROOM, Panel, dots, line, panels, reference
 from theodolite.report.drawing.heads import sink_name
-from theodolite.report.drawing.prompt import MARK
 from theodolite.system.wording import for_plotly, head_name, number, percent
 
 SIDES = ("before", "after")
@@ -22,11 +20,6 @@ POSITION_COLOURS = (style.REFERENCE, style.MEASURED, style.GREEN)
 STATUSES = ("survived", "lost", "new", "undecided")
 STATUS_COLOURS = dict(zip(STATUSES, (style.BLUE, style.VERMILLION, style.GREEN, style.GREY), strict=True))
 FEWEST = 0.004  # where a share of 0 is drawn on a logarithmic axis
-GAP = 0.035  # between panels, of the figure's width
-COLUMNS = 4  # models side by side; more of them stand in several rows
-PAGE, OUTPUT_HEIGHT = 900, 430  # pixels: the width that panels share, and the height of those of outputs
-ROW_GAP = 120  # pixels between rows of panels: the sinks below, the title of the next one
-WRAP = 110  # letters that the titles in a row share in a line
 
 
 @dataclass(frozen=True)
@@ -100,35 +93,7 @@ def positions(table: pd.DataFrame) -> go.Figure:
         across = {"showgrid": False, "zeroline": False, "dtick": max(1, len(table) // 8)}
         down = {"rangemode": "tozero", "zeroline": False}
         shown.append(Panel(title, traces, "residual layer", "", across, down))
-    return panels(shown, 3, height=340 - HEADROOM, gaps=(2 * GAP, 0), layout={"legend": {"y": 1.12}})
-
-
-def parallel_map(figures: Mapping[str, go.Figure], *, square: bool = False) -> go.Figure:
-    """Put heat maps of `drawing.prompt` side by side, one a model, in the same colours; only sinks are named."""
-    rows = -(-len(figures) // COLUMNS)
-    columns = -(-len(figures) // rows)
-    height = PAGE * (1 - GAP * (columns - 1)) / columns if square else OUTPUT_HEIGHT
-    shown: list[Panel] = []
-    for index, (name, figure) in enumerate(figures.items()):
-        x, y = (_fewer_labels(figure.layout[axis].to_plotly_json()) for axis in ("xaxis", "yaxis"))
-        title, left = (axis.pop("title", {}).get("text", "") for axis in (x, y))
-        trace = figure.data[0].update(showscale=index == 0)
-        shown.append(Panel(name, [trace], title, "" if index % columns else left, x, y, square=square))
-    total = rows * height + (rows - 1) * ROW_GAP
-    margins = {"margin": {"l": 80, "t": 40, "b": 70}}
-    drawn = panels(shown, columns, gaps=(GAP, ROW_GAP / total), layout=margins)
-    drawn.update_layout(height=round(total) + 110)
-    for heading in drawn.layout.annotations:
-        heading.text = "<br>".join(textwrap.wrap(heading.text, WRAP // columns, break_long_words=False))
-    return drawn
-
-
-def _fewer_labels(axis: dict[str, Any]) -> dict[str, Any]:
-    """Make an axis with room beside others: of tokens only the sinks, of dimensions every fourth label."""
-    labels = list(zip(axis["tickvals"], axis["ticktext"], strict=True))
-    of_tokens = "tickangle" in axis
-    written = [label for label in labels if MARK in label[1]] if of_tokens else labels[::4]
-    return axis | {"tickvals": [value for value, _ in written], "ticktext": [text for _, text in written]}
+    return panels(shown, 3, height=340 - HEADROOM, gaps=(0.07, 0), layout={"legend": {"y": 1.12}})
 
 
 def over_training(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure:

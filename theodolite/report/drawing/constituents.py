@@ -26,8 +26,8 @@ from theodolite.measure.constituents import (
 from theodolite.passes.run import Run
 from theodolite.report import style
 from theodolite.report.data import blocks, column, head_grid, heads_per_block, need_column
+from theodolite.report.drawing import grammar
 from theodolite.report.drawing.grammar import Panel, bars, heat, panels, saturation
-from theodolite.report.drawing.prompt import token_axis, token_names
 from theodolite.report.exhibit import Choice, Draw, by_block, by_head, exhibit
 from theodolite.system.wording import number, percent
 
@@ -77,15 +77,14 @@ def head_shares(run: Run, layer: int = 0) -> go.Figure:
     # All blocks share one axis, so that their bars compare.
     top = max(1.05, 1.02 * float(np.clip(stacked, 0, None).sum(axis=0).max()))
     bottom = min(0.0, 1.05 * float(np.clip(stacked, None, 0).sum(axis=0).min()))
-    all_of_it = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1}
     layout = {
         "barmode": "relative",
         "bargap": 0.18,
         "xaxis": {"showgrid": False, **style.every_tick(len(heads))},
         "yaxis": {"range": [bottom, top], "tickformat": ".0%"},
-        "shapes": [all_of_it | {"line": {"width": 1, "dash": "dot", "color": style.GREY}}],
     }
-    return style.figure(traces, "head", "share of the logits' variance", height=340, layout=layout)
+    figure = style.figure(traces, "head", "share of the logits' variance", height=340, layout=layout)
+    return figure.add_hline(1, line={"width": 1, "dash": "dot", "color": style.GREY})
 
 
 def _parts_of_heads(run: Run) -> Floats:
@@ -159,8 +158,8 @@ def qk_panels(
     if len(tokens) != length:
         raise UsageError(f"{len(tokens)} tokens for a context of {length}")
     shown_tokens = tokens[first : first + MOST_POSITIONS]
-    names = token_names(shown_tokens, first)
-    axis = token_axis(shown_tokens, **LABELS) | {"constrain": "domain"}
+    names = grammar.token_names(shown_tokens, first)
+    axis = grammar.token_axis(shown_tokens, **LABELS) | {"constrain": "domain"}
     columns = [[name for name in column if name in matrices] for column in COLUMNS]
     lowest = {column[-1] for column in columns}
     shown: list[Panel | None] = []

@@ -1,4 +1,4 @@
-"""The grammar of figures, which take plain arrays: lines with errors, dots, bars, maps, and panels of them."""
+"""The grammar of figures, which take plain arrays: lines with errors, dots, bars, maps, attention, panels of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from plotly.subplots import make_subplots
 
 from theodolite.estimates import Floats
 from theodolite.report import style
-from theodolite.system.wording import for_plotly
+from theodolite.system.wording import for_plotly, shown_token
 
 GAPS = (0.11, 0.14)  # between panels, of the figure's width and height
 PANEL_HEIGHT, HEADROOM = 230, 90  # pixels: of a row of panels, and above the first
 SATURATED = 99.5  # percentile of magnitudes at which the colours of signed maps saturate
 MAP_HEIGHTS, ROW = (240, 640), 22  # pixels: of a map, least and most, and of each of its rows
 TITLE = 24  # pixels: of a panel's title, above which the legend stands
+LABELLED = 64  # tokens that can all be written at an axis; of more, only some are
+FAINTEST = 1e-5  # attention below it is drawn as this much on a logarithmic scale
+MARK = "▼"
 
 
 def line(
@@ -40,10 +43,8 @@ def line(
     """Return the traces of a line through `x` and `y`, (n,): a list, as of a `band`.
 
     Args:
-        name: in the legend, where lines of one name are switched together.
-        errors: half the lengths of the whiskers, (n,).
+        name: in the legend, where lines of one name are switched together. errors: half the whiskers' lengths, (n,).
         marker: the points, or their size in pixels; 0: none. hover: what hovering tells, Plotly's template.
-        more: further entries of the line's trace.
     """
     label = for_plotly(name)
     own: dict[str, Any] = _points("scatter", x, y) | {"name": label, "legendgroup": name}
@@ -141,38 +142,60 @@ def head_cells(z: Floats, low: float, high: float, hover: str, **more: Any) -> g
     return style.figure([cells], "head", "block", layout=style.head_map_layout(*np.shape(z)))
 
 
-def cosine_map(
-    cosines: Floats,
-    rows: Sequence[str],
-    quantity: str,
-    ticks: Sequence[tuple[float, str]],
-    borders: Sequence[int] = (),
+def token_names(tokens: Sequence[str], first: int = 0) -> list[str]:
+    """Name each token for hovering: its position, counted from `first`, and its text."""
+    return [for_plotly(f"{place} {shown_token(token)}") for place, token in enumerate(tokens, first)]
+
+
+def token_axis(
+    tokens: Sequence[str], sinks: Sequence[int] = (), *, labels: int = LABELLED, letters: int | None = None
+) -> dict[str, Any]:
+    """Make an axis of tokens: about `labels` of them are written, none over another, and the sinks with a mark."""
+    spacing = -(-len(tokens) // labels)  # tokens from one label to the next
+    marked: list[int] = []
+    for sink in sorted(sinks):
+        if not marked or sink - marked[-1] >= spacing:
+            marked.append(sink)
+    others = [i for i in range(0, len(tokens), spacing) if all(abs(i - sink) >= spacing for sink in marked)]
+    ticks = sorted({*others, *marked})
+
+    def label(place: int) -> str:
+        text = shown_token(tokens[place])
+        text = text if letters is None or len(text) <= letters else text[: letters - 1] + "…"
+        return for_plotly(f"{MARK} {text}" if place in sinks else text)
+
+    look = {"type": "category", "ticks": "", "tickfont": {"size": 8}, "tickangle": -90}
+    return look | {"tickvals": ticks, "ticktext": [label(tick) for tick in ticks]}
+
+
+def attention(
+    weights: Floats,
+    tokens: Sequence[str],
+    sinks: Sequence[int],
     *,
-    height: int = 470,
-    **layout: dict[str, Any],
+    highest: float = 1.0,
+    log: bool = False,
+    **labels: int,
 ) -> go.Figure:
-    """Draw a square map of cosines between things in groups, from the top left.
+    """Draw a head's attention (T, T), queries down and keys across, its `sinks` marked at both axes.
 
     Args:
-        rows: what hovering calls each of them. ticks: of both axes, (place, name). layout: further entries.
-        borders: the first of each group but the first group, for the lines between them.
+        weights: NaN, or 0 at a later key, where the query does not see the key. highest: where colours end.
+        log: colours by log₁₀ of the weight, from `FAINTEST` on. labels: as for `token_axis`.
     """
-    axis: dict[str, Any] = {"type": "category", "ticks": "", "constrain": "domain"}
-    axis |= {"tickvals": [place for place, _ in ticks], "ticktext": [name for _, name in ticks]}
-    ends, look = (-0.5, len(rows) - 0.5), {"type": "line", "line": {"width": 1, "color": style.GREY}}
-    lines = [
-        look | dict(zip((f"{along}0", f"{along}1", f"{across}0", f"{across}1"), (at, at, *ends), strict=True))
-        for along, across in ("xy", "yx")
-        for at in (border - 0.5 for border in borders)
-    ]
-    hover = f"%{{y}}<br>%{{x}}<br>{quantity} %{{z:.2f}}<extra></extra>"
-    names = list(rows)
-    cells = heat(cosines, -1, 1, hover, scale=style.SIGNED, bar=quantity, x=names, y=names)
-    layout |= {
-        "xaxis": axis | layout.get("xaxis", {}),
-        "yaxis": axis | {"autorange": "reversed", "scaleanchor": "x"} | layout.get("yaxis", {}),
-    }
-    return style.figure([cells], height=height, layout=layout | {"shapes": lines})
+    values = np.where(np.tri(len(tokens), dtype=bool) | (weights > 0), weights, np.nan)
+    low, value = 0.0, "%{z:.3g}"
+    if log:
+        values, low = np.log10(np.maximum(values, FAINTEST)), math.log10(FAINTEST)
+        highest, value = max(math.log10(highest), low + 1), "10^%{z:.2f}"
+    names = token_names(tokens)
+    hover = f"query %{{y}}<br>key %{{x}}<br>attention {value}<extra></extra>"
+    bar = style.colour_bar("attention", tickprefix="10^" if log else "")
+    axis = token_axis(tokens, sinks, **labels)
+    down = axis | {"autorange": "reversed", "tickangle": 0}
+    layout = {"xaxis": axis, "yaxis": down, "margin": {"l": 90, "b": 90}}
+    trace = heat(values, low, highest, hover, bar=bar, x=names, y=names)
+    return style.figure([trace], "key", "query", height=760, layout=layout)
 
 
 @dataclass(frozen=True)
@@ -206,11 +229,14 @@ def panels(
     """
     rows = math.ceil(len(shown) / across)
     places = {divmod(number, across): panel for number, panel in enumerate(shown) if panel}
+    named = [(for_plotly(panel.title), panel.note) for panel in places.values()]
     drawn = make_subplots(
         rows,
         across,
         specs=[[{} if (row, column) in places else None for column in range(across)] for row in range(rows)],
-        subplot_titles=[_heading(panel) for panel in places.values()],
+        subplot_titles=[
+            title if note is None else f"<b>{title}</b>  {note}".rstrip() for title, note in named
+        ],
         horizontal_spacing=gaps[0] if across > 1 else None,
         vertical_spacing=gaps[1] if rows > 1 else None,
     )
@@ -234,11 +260,6 @@ def panels(
     drawn.update_xaxes(frame).update_yaxes(frame)
     shared = {"template": style.template(), "height": HEADROOM + height * rows}
     return drawn.update_layout(shared | (layout or {}))
-
-
-def _heading(panel: Panel) -> str:
-    title = for_plotly(panel.title)
-    return title if panel.note is None else f"<b>{title}</b>  {panel.note}".rstrip()
 
 
 def _numbers(values: ArrayLike) -> Any:

@@ -1,4 +1,4 @@
-"""Figures of heads: all of them as maps, one head's spectrum and signal propagation, sinks by position."""
+"""Figures of heads: maps of all, one head's spectrum and signal propagation, sinks by position and on pictures."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.errors import UsageError
+from theodolite.measure.catalogue import declared
 from theodolite.measure.column import Column
 from theodolite.measure.head_roles import COMMON_ROLES, ROLES
 from theodolite.measure.tags import KINDS, NAMED
 from theodolite.passes.run import Run
 from theodolite.report import data, style
+from theodolite.report.drawing import grammar
 from theodolite.report.drawing.grammar import bars, dots, head_cells, heat, line, map_height, rows_down
-from theodolite.report.exhibit import Choice, Draw, Option, by_head, exhibit
+from theodolite.report.exhibit import Choice, Draw, Option, by_block, by_head, exhibit
 from theodolite.system.wording import for_plotly, head_name, shown_token
 
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
-CURVE_POINTS, FEW_CURVE_POINTS = 128, 40
-MANY_HEADS = 200  # from which on curves have few points
+CURVE_POINTS = 40  # of which a page has three times as many as heads
 OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))  # maps drawn small
 HOVER_WIDTH = 58  # characters in a line of a hover text
 ROLE_COLOURS = dict(zip((role.name for role in ROLES), [*style.CATEGORIES, style.INK], strict=True))
 POSITION_BINS = 128
+PICTURE = 180  # pixels: the height of a row of pictures
+MOST_PIXELS = 224  # of a side: larger pictures are thinned
 LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
 KIND_NAMES = dict(zip(KINDS, ("first token", "later token", "learned column", "local sink"), strict=True))
 
@@ -38,23 +42,6 @@ def head_measures(run: Run) -> list[Column]:
         return values is not None and (not measure.rare or bool(np.nan_to_num(values).any()))
 
     return list(filter(is_there, data.offered(run).values()))
-
-
-def _of_amounts(run: Run, measure: Column) -> dict[str, Any]:
-    """Return the entries of a map of numbers: what is coloured, where its colours end, and their scale."""
-    if (grid := data.head_grid(run, measure.name)) is None:
-        raise UsageError(f"this run has no head measure {measure.name!r}")
-    robust = float(np.percentile(np.abs(grid[np.isfinite(grid)]), ROBUST)) or 1.0
-    title, (low, high) = measure.unit, measure.range
-    scale = style.SIGNED if low < 0 else style.MAGNITUDE
-    if measure.decades:
-        grid, title = np.log10(grid, where=grid > 0, out=np.full_like(grid, np.nan)), "log₁₀"
-        some = grid[np.isfinite(grid)]
-        low, high = (float(some.min()), float(some.max())) if some.size else (0.0, 1.0)
-    elif measure.unit == "nats" and data.array(run, "visible_keys") is not None:
-        high = float(data.entropy_limits(run).mean(axis=1).max())
-    low, high = -robust if np.isinf(low) else low, robust if np.isinf(high) else high
-    return {"z": grid, "low": low, "high": high if high > low else low + 1.0, "scale": scale, "bar": title}
 
 
 def _role_colours(run: Run) -> dict[str, str]:
@@ -104,10 +91,22 @@ def _by_measure(run: Run, draw: Draw) -> Choice:
     return Choice("measure", options, draw, grid=shown)
 
 
-@exhibit(picker=_by_measure, when=lambda run: bool(head_measures(run)))
+@exhibit(picker=_by_measure)
 def head_map(run: Run, measure: str) -> go.Figure:
     """Map one head measure over blocks × heads; hovering tells what it means."""
-    described = data.columns_of(run, "heads")[measure]
+    if (grid := data.head_grid(run, measure)) is None:
+        raise UsageError(f"this run has no head measure {measure!r}")
+    described = declared("heads", run.provenance)[measure]
+    robust = float(np.percentile(np.abs(grid[np.isfinite(grid)]), ROBUST)) or 1.0
+    bar, (low, high) = described.unit, described.range
+    scale = style.SIGNED if low < 0 else style.MAGNITUDE
+    if described.decades:
+        grid, bar = np.log10(grid, where=grid > 0, out=np.full_like(grid, np.nan)), "log₁₀"
+        some = grid[np.isfinite(grid)]
+        low, high = (float(some.min()), float(some.max())) if some.size else (0.0, 1.0)
+    elif described.unit == "nats" and data.array(run, "visible_keys") is not None:
+        high = float(data.entropy_limits(run).mean(axis=1).max())
+    low, high = -robust if np.isinf(low) else low, robust if np.isinf(high) else high
     value = "10^%{z:.3f}" if described.decades else "%{z:.4g}"
     unit = f" {for_plotly(described.unit)}" if described.unit else ""
     meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, HOVER_WIDTH)))
@@ -115,7 +114,7 @@ def head_map(run: Run, measure: str) -> go.Figure:
         f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}: {value}{unit}<br>"
         f"<i>{meaning}</i><extra></extra>"
     )
-    return head_cells(**_of_amounts(run, described), hover=hover)
+    return head_cells(grid, low, high if high > low else low + 1.0, hover, scale=scale, bar=bar)
 
 
 @exhibit(picker=by_head)
@@ -136,7 +135,6 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     Bao et al. 2024, eq. 6 and Figs. 2, 3 and 7, with the corrected variance of Lemma 1.
     """
     traces: list[dict[str, Any]] = []
-    points = FEW_CURVE_POINTS if data.blocks(run) * data.heads_per_block(run) > MANY_HEADS else CURVE_POINTS
     for name, label, colour, width, dash in (
         ("propagation_by_position", "measured", style.MEASURED, 2.2, "solid"),
         ("propagation_predicted_data", "predicted from W_QK Σ̂", style.PREDICTED, 1.8, "solid"),
@@ -144,7 +142,7 @@ def propagation(run: Run, layer: int = 0, head: int = 0) -> go.Figure:
     ):
         if (values := data.array(run, name)) is None:
             continue
-        shown = np.array(data.evenly(values.shape[2], points), dtype=np.int32)
+        shown = np.array(data.evenly(values.shape[2], CURVE_POINTS), dtype=np.int32)
         theta, rho = (shown + 1) / values.shape[2], values[layer, head, shown]
         hover = f"θ %{{x:.3f}}<br>{label}: %{{y:.3f}}<extra></extra>"
         traces += line(theta, rho, label, colour, dash=dash, width=width, hover=hover)
@@ -174,6 +172,40 @@ def sinks_by_position(run: Run) -> go.Figure:
     layout = {"xaxis": named, "yaxis": rows_down(len(largest))}
     height = map_height(len(largest))
     return style.figure([cells], "position of the sink", "block", height=height, layout=layout)
+
+
+@exhibit(picker=by_block)
+def received_on_pictures(run: Run, layer: int = 0) -> go.Figure:
+    """Draw on a few images the attention that each patch receives, from the head of a block that pays it most."""
+    grid = data.grid_of(run)
+    if grid is None:
+        raise UsageError("this run has no images; survey a model of images to get them")
+    received = data.need(run, "example_received")[layer, :, grid.leading :]
+    most = max(SINK_THRESHOLD, float(received.max()))
+    axis = {"ticks": "", "showticklabels": False}
+    hover = "row %{y}, column %{x}<br>receives %{z:.3f}<extra></extra>"
+    shown = []
+    for number, patches in enumerate(received):
+        bar = "attention received" if number == len(received) - 1 else None
+        cells = heat(patches.reshape(grid.shape), 0, most, hover, scale=style.OVERLAY, bar=bar)
+        down = axis | {"autorange": "reversed"}
+        shown.append(grammar.Panel(f"image {number}", [cells], xaxis=axis, yaxis=down, square=True))
+    drawn = grammar.panels(shown, len(shown), height=PICTURE, gaps=(0.03, 0.1))
+    place = {"x": -0.5, "y": -0.5, "sizex": grid.columns, "sizey": grid.rows}
+    for number, picture in enumerate(data.need(run, "example_picture")[: len(shown)], 1):
+        axes = {f"{axis}ref": axis if number == 1 else f"{axis}{number}" for axis in "xy"}
+        drawn.add_layout_image(source=_data_uri(picture), sizing="stretch", layer="below", **place, **axes)
+    return drawn
+
+
+def _data_uri(picture: Any) -> str:
+    """Encode a picture (rows, columns, colours) as a PNG in a link, thinned where it is large."""
+    from plotly import express  # takes 0.4 s to import, and few pages have pictures
+
+    step = -(-max(picture.shape[:2]) // MOST_PIXELS)
+    pixels = np.ascontiguousarray(picture[::step, ::step], dtype=np.uint8)
+    image = express.imshow(pixels, binary_string=True, binary_backend="pypng", binary_compression_level=9)
+    return str(image.data[0].source)
 
 
 def sink_name(row: pd.Series) -> str:
