@@ -350,7 +350,7 @@ def test_a_stream_is_read_until_enough_labels_are_complete(plain, data_set, rows
     [
         (
             {"per_label": 10},
-            "no label of .* has 10 contexts of 4 tokens: 'z' has the most, 9; use a smaller --per",
+            "no label has 10 contexts: 'z' has the most, 9; use a smaller --per",
         ),
         ({"per_label": 0}, r"use a number \(--per-label\) above 0"),
         ({"per_label": 3, "contexts": 2}, "--contexts 2 is fewer than --per-label 3"),

@@ -46,8 +46,7 @@ class Corpus:
     Cutting. Each document that fills a context is cut into non-overlapping contexts on its own, and the remainder is
     dropped. Shorter documents (rows of a table, lines) are packed with others of the same label, in reading order, with
     the tokenizer's end-of-sequence token between them (or its separator). What the tokenizer puts around a sequence
-    ([CLS] … [SEP], a beginning-of-sequence token) is in every context, within its T tokens. With `pack=False` nothing
-    is packed and nothing dropped: short documents and remainders are contexts of their own length.
+    ([CLS] … [SEP], a beginning-of-sequence token) is in every context, within its T tokens.
 
     Sampling. Of more contexts than asked for, a seeded sample without replacement is kept, in reading order. A text is
     read until it gave `READ_TOKENS` tokens and `sampling.READ_AHEAD` times the contexts asked for. With `per_label`,
@@ -202,25 +201,22 @@ class Corpus:
         per_label: int | None = None,
         *,
         encoding: str | None = None,
-        pack: bool = True,
-        show_tokens: ShowTokens = show_nothing,
     ) -> Corpus:
-        """Read a file or folder of texts and tables (`documents.READERS`), also compressed (`.gz`, …), or of images.
+        """Read a file or folder of texts and tables (`documents.READERS`), also compressed (`.gz`, …).
 
         With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders.
 
-        The path may be hf:NAME[:CONFIG[:SPLIT]], too: a data set of the Hugging Face hub, or a folder of data files,
-        streamed by `datasets`, of which images are those of the first column that has some. Reading stops when
-        `sampling.READ_AHEAD` × `contexts` contexts were found (None: `STREAMED_CONTEXTS` are asked for), of which the
-        seed chooses; with `per_label`, when so many times the labels that `contexts` has room for are whole, or after
-        `sampling.LABELS_READ_AHEAD` × `contexts` contexts.
+        The path of texts may be hf:NAME[:CONFIG[:SPLIT]], too: a data set of the Hugging Face hub, or a folder of data
+        files, streamed by `datasets`. Reading stops when `sampling.READ_AHEAD` × `contexts` contexts were found (None:
+        `STREAMED_CONTEXTS` are asked for), of which the seed chooses; with `per_label`, when so many times the labels
+        that `contexts` has room for are whole, or after `sampling.LABELS_READ_AHEAD` × `contexts` contexts.
 
         A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an article,
         labelled by its title, and so is a table whose rows are such lines. Any other `.txt` is one document, or one for
         each 16 million characters.
         """
         columns = Columns(text_column, label_by, encoding, tokenizer)
-        choice = Choice(contexts, seed, per_label, columns.rows, pack=pack, show=show_tokens)
+        choice = Choice(contexts, seed, per_label, columns.rows)
         return cls.from_columns(path, tokenizer, length, columns, choice)
 
     @classmethod
@@ -234,22 +230,19 @@ class Corpus:
     ) -> Corpus:
         """Do what `from_path` does, its options gathered in `columns` and `choice`."""
         columns.check()
-        dataset = dataset_of(str(path))
-        if dataset is not None:
-            most = (
-                max(STREAMED_CONTEXTS, choice.per_label or 0) if choice.contexts is None else choice.contexts
-            )
+        choice.check()
+        name = printable(path)
+        if isinstance(tokenizer, TransformedImages):
+            if length is not None:
+                raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
+            images, sample = choose_images(name, pictures_at(path, columns), tokenizer, choice)
+            ids = torch.arange(images.grid.length).expand(len(images.pictures), -1)
+            labels = _numbered([picture.label for picture in images.pictures])
+            return cls(name, ids, *labels, choice.seed, columns.described() | sample.balance, images)
+        if (dataset := dataset_of(str(path))) is not None:
+            name, most = dataset[0], choice.contexts or max(STREAMED_CONTEXTS, choice.per_label or 0)
             choice = replace(choice, contexts=most, streamed=True)
-        name = printable(path) if dataset is None else dataset[0]
-        if not isinstance(tokenizer, TransformedImages):
-            documents = read_path(path, columns)
-            return cls.from_documents(name, documents, tokenizer, length, choice, columns)
-        if length is not None:
-            raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
-        images, sample = choose_images(name, pictures_at(path, columns), tokenizer, choice)
-        ids = torch.arange(images.grid.length).expand(len(images.pictures), -1)
-        labels = _numbered([picture.label for picture in images.pictures])
-        return cls(name, ids, *labels, choice.seed, columns.described() | sample.balance, images)
+        return cls.from_documents(name, read_path(path, columns), tokenizer, length, choice, columns)
 
     @classmethod
     def from_texts(
@@ -261,16 +254,13 @@ class Corpus:
         labels: Sequence[str] | None = None,
         seed: int = 0,
         per_label: int | None = None,
-        *,
-        pack: bool = True,
     ) -> Corpus:
         """Cut texts in memory, each with its label (None: no labels)."""
         if isinstance(texts, str):
             raise UsageError("texts is one string; give a list of texts.")
         texts = list(texts)
         documents = list(map(Document, texts, _one_each(labels, len(texts), "text")))
-        choice = Choice(contexts, seed, per_label, pack=pack)
-        return cls.from_documents("texts", documents, tokenizer, length, choice)
+        return cls.from_documents("texts", documents, tokenizer, length, Choice(contexts, seed, per_label))
 
     @classmethod
     def from_pairs(
@@ -435,10 +425,9 @@ class Corpus:
         cutter = Cutter(tokenizer, length, choice)
         sample = choose(cutter.cut(documents), choice)
         if not sample.items:
-            raise cutter.nothing_chosen(name, sample)
+            raise cutter.nothing_chosen(name)
         selection = PYTHON_LABELS.get(name, {}) if columns is None else columns.described()
-        counts = {"too_short": cutter.too_short, "tokens_read": cutter.tokens if cutter.stopped else 0}
-        selection = selection | {what: count for what, count in counts.items() if count} | sample.balance
+        selection = selection | ({"tokens_read": cutter.tokens} if cutter.stopped else {}) | sample.balance
         ids, sizes = zip(*sample.items, strict=True)
         return cls._of_rows(name, ids, sample.labels, choice.seed, selection, text_bytes=padded(sizes, 0))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,13 +21,9 @@ from theodolite.corpus.documents import (
     IMAGES,
     Columns,
     Document,
-    dataset_of,
     files_of_folder,
-    holds_images,
     is_image,
     printable,
-    rows_of_dataset,
-    streamed_dataset,
 )
 from theodolite.corpus.sampling import Choice, Sample, choose
 from theodolite.errors import UsageError, WorkError, first_line
@@ -133,37 +129,25 @@ class Picture:
         source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
         try:
             with Image.open(source) as opened:
-                return _eight_bits(ImageOps.exif_transpose(opened), Image).convert("RGB")
+                if opened.mode.startswith("I"):  # which Pillow would clip to white
+                    raise ValueError("of more than 8 bits a colour")
+                return ImageOps.exif_transpose(opened).convert("RGB")
         except Exception as error:  # whatever Pillow raises of a broken file
             why = "no image" if isinstance(error, UnidentifiedImageError) else first_line(error)
             raise UsageError(f"{self.name} cannot be read as an image ({why}): mend or remove it") from error
 
 
-def _eight_bits(opened: Any, image: Any) -> Any:
-    """Scale a grey image of 16 bits to 8, which Pillow would clip to white."""
-    if not opened.mode.startswith("I"):
-        return opened
-    values = np.asarray(opened, dtype=np.float64)
-    most = 255 if values.max(initial=0) < 256 else 65535
-    return image.fromarray((values * (255 / most)).round().clip(0, 255).astype(np.uint8))
-
-
-def pictures_at(path: str | Path, columns: Columns) -> Iterator[Picture]:
-    """Yield the images of a file, of a folder, sorted, or of a data set hf:NAME…, as they arrive.
+def pictures_at(path: str | Path, columns: Columns) -> list[Picture]:
+    """Yield the images of a file, or of a folder, sorted.
 
     The label of a file is its folder's path below `path` (directly in it: none), or with labels by file its own path.
-    `UsageError` where there is no image, or columns of what is no table are asked for.
+    `UsageError` where there is no image, or columns are asked for.
     """
-    if (dataset := dataset_of(str(path))) is not None:
-        with streamed_dataset(*dataset) as rows:
-            yield from _pictures(rows, f"Dataset {dataset[0]}", columns)
-        return
     path = Path(path)
-    if columns.option and holds_images(path):
+    if columns.option:
         raise UsageError(f"{printable(path)} is no table but images: leave out {columns.option}")
     if path.is_file() and is_image(path):
-        yield Picture(printable(path), path)
-        return
+        return [Picture(printable(path), path)]
     if not path.is_dir():
         why = f"is not one of {' '.join(IMAGES)}" if path.exists() else "does not exist"
         raise UsageError(f"{printable(path)} {why}: give an image or a folder of images")
@@ -171,43 +155,7 @@ def pictures_at(path: str | Path, columns: Columns) -> Iterator[Picture]:
     if not files:
         raise UsageError(f"{printable(path)} holds no image ({' '.join(IMAGES)}): give another folder")
     by_place = columns if columns.by_place else replace(columns, label_by=BY_FOLDER)  # which shares the notes
-    yield from (Picture(printable(file), file, by_place.label_of_file(file, path)) for file in files)
-
-
-def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
-    """Yield the images of a data set's rows; rows without one are left out."""
-    import datasets
-
-    features = dataset.features or {}
-    chosen = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    if columns.text != Columns.text:
-        chosen = [name for name in chosen if name == columns.text]
-    columns_there = f"(it has: {', '.join(features)})"
-    if not chosen:
-        raise UsageError(f"{source} has no column of images {columns_there}; choose with --text-column")
-    if columns.column is not None and columns.column not in features:
-        raise UsageError(f"{source} has no column '{columns.column}' {columns_there}; choose with --label-by")
-    label = next((name for name in columns.of_labels if name in features), None)
-    for number, row in enumerate(rows_of_dataset(dataset, chosen[0]), start=1):
-        image, value = row[chosen[0]], None if label is None else row[label]
-        if image is None:
-            continue
-        name = None if value is None else columns.labelled(f"column {label}", str(value))
-        columns.notes.rows_without_label += name is None
-        yield Picture(f"{source} row {number}", _source_of(image), name)
-
-
-def _source_of(image: dict[str, Any]) -> Path | bytes:
-    """Find the image of a row: in the row, in a file, or in what only `datasets` opens (a member of an archive)."""
-    import datasets
-
-    if image.get("bytes") is not None:
-        return bytes(image["bytes"])
-    if Path(image["path"]).is_file():
-        return Path(image["path"])
-    as_png = io.BytesIO()
-    datasets.Image().decode_example(image).convert("RGB").save(as_png, "PNG")
-    return as_png.getvalue()
+    return [Picture(printable(file), file, by_place.label_of_file(file, path)) for file in files]
 
 
 class PictureTensors:
@@ -295,19 +243,9 @@ def choose_images(
     name: str, pictures: Iterable[Picture], reader: TransformedImages, choice: Choice
 ) -> tuple[Images, Sample[Picture]]:
     """Choose pictures of the corpus `name` and read them, in the order of the seed."""
-    choice.check()
-    if choice.rows:
-        raise UsageError(f"{name} holds images, each a context of its own: leave out --label-by row")
     sample = choose(((picture.label, picture) for picture in pictures), choice)
-    if not sample.items and sample.longest[0]:
-        count, label = sample.longest
-        raise UsageError(
-            f"no label of {name} has {choice.per_label} images: '{printable(label)}' has the most, {count}; use a "
-            "smaller --per-label"
-        )
     if not sample.items:
-        why = "" if choice.per_label is None else " with a label: leave out --per-label"
-        raise UsageError(f"{name} holds no image{why}")
+        raise UsageError(f"{name} holds no image with a label: leave out --per-label")
     order = np.random.default_rng(choice.seed).permutation(len(sample.items)).tolist()
     tensors = PictureTensors(lambda picture: {"pixels": reader.read(picture.open())})
     first, size = sample.items[order[0]], (0, 0)

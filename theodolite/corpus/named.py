@@ -33,7 +33,7 @@ def make_corpus(
 
     Keywords are `docs` (or None), `held-out` (of docs, what the embedded model was not trained on), `code`, `random`,
     `wikitext-2` (the test part of the hub's); a file named like one is `./docs`. With a `TransformedImages` they are
-    images, without a length: a path, or hf:NAME….
+    images, without a length: a path.
     """
     columns = replace(columns or documents.Columns(), tokenizer=tokenizer, notes=documents.Notes())
     choice = replace(choice, rows=columns.rows)
@@ -46,8 +46,8 @@ def make_corpus(
             assert length is not None
             some = STREAMED_CONTEXTS if choice.contexts is None else choice.contexts
             return Corpus.random_tokens(tokenizer, length, some, choice.seed)
-    elif name in KEYWORDS:
-        raise UsageError(f"the model reads images, and {name} is text: give a folder of images, or hf:NAME")
+    elif name in KEYWORDS or documents.dataset_of(name):
+        raise UsageError(f"the model reads images, and {name} is text: give a folder of images")
     return Corpus.from_columns(PRESETS.get(name, name), tokenizer, length, columns, choice)
 
 

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from theodolite.corpus.documents import printable
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
@@ -29,8 +30,8 @@ def show_nothing(tokens: int) -> None:
 class Choice:
     """The contexts that are asked for: at most so many (None: all), or so many of each label that has them.
 
-    `rows`: a label is complete once the next begins. `streamed`: the text may be endless. `pack`: short documents are
-    packed. `show` is told how many tokens, or images, were read.
+    `rows`: a label is complete once the next begins. `streamed`: the text may be endless. `show` is told how many
+    tokens, or images, were read.
     """
 
     contexts: int | None
@@ -38,7 +39,6 @@ class Choice:
     per_label: int | None = None
     rows: bool = False
     streamed: bool = False
-    pack: bool = True
     show: ShowTokens = show_nothing
 
     def check(self) -> None:
@@ -58,13 +58,12 @@ ALL = Choice(None)
 class Sample(Generic[Item]):
     """The chosen items in reading order, each with its label.
 
-    `longest` is the most contexts that any label has, and its name; `balance` is for the provenance: what was asked of
-    each label, how many have fewer, and for how many there was no room.
+    `balance` is for the provenance: what was asked of each label, how many have fewer, and for how many there was no
+    room.
     """
 
     labels: list[str | None]
     items: list[Item]
-    longest: tuple[int, str] = (0, "")
     balance: dict[str, int] = field(default_factory=dict)
 
 
@@ -89,7 +88,7 @@ Entry = tuple[int, str | None, Item]  # position in reading order, label, what i
 
 
 def choose(items: Iterable[tuple[str | None, Item]], choice: Choice) -> Sample[Item]:
-    """Choose contexts as they are read, each after its label."""
+    """Choose contexts as they are read, each after its label; `UsageError` where no label has as many as asked for."""
     random = np.random.default_rng(choice.seed)
     entries = ((number, label, item) for number, (label, item) in enumerate(items))
     if choice.per_label is None:
@@ -107,9 +106,14 @@ def choose(items: Iterable[tuple[str | None, Item]], choice: Choice) -> Sample[I
             too_short += 1
         else:
             labels.add(contexts.items)
+    if longest[0] and not labels.items:
+        raise UsageError(
+            f"no label has {choice.per_label} contexts: '{printable(longest[1])}' has the most, {longest[0]}; use a "
+            "smaller --per-label, or of text --length"
+        )
     chosen = _in_order([entry for of_label in labels.items for entry in of_label])
     left_out = {"labels_too_short": too_short, "labels_not_drawn": labels.offered - len(labels.items)}
-    return Sample(*chosen, longest, {"per_label": choice.per_label, **left_out})
+    return Sample(*chosen, {"per_label": choice.per_label, **left_out})
 
 
 def _in_order(entries: list[Entry[Item]]) -> tuple[list[str | None], list[Item]]:

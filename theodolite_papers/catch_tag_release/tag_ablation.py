@@ -122,9 +122,7 @@ def ablation_test(
             the head has a sink.
     """
     if corpus.lengths is not None or not corpus.text_alone:
-        raise UsageError(
-            "an ablation test needs a text in contexts of one length: make the corpus with pack=True"
-        )
+        raise UsageError("an ablation test needs a text in contexts of one length")
     if model.source.predict is None:
         raise UsageError(f"{model.id} predicts no tokens: an ablation test needs the loss")
     ids, groups = _contexts_with_sinks(model, corpus, layer, head)
