@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.screen import bars, print_json, say_dimly, screen
-from theodolite.corpus.documents import IMAGE_COLUMN, READERS, TABLES, Columns, holds_images
+from theodolite.corpus.documents import READERS, TABLES, Columns, holds_images
 from theodolite.corpus.spec import KEYWORDS, check_spec
 from theodolite.errors import UsageError
 from theodolite.system import embedded
@@ -289,12 +289,6 @@ class Text:
                 corpus = self._read(model, reader, show)
         for line in _remarks(corpus, "contexts" if stride is None else "windows"):
             say_dimly(f"{corpus.name}: {line}")
-        if corpus.selection.get("unread_images") and hasattr(
-            getattr(model.root, "config", None), "image_token_id"
-        ):
-            say_dimly(
-                f"{corpus.name}: only its texts are read; its images too with --image-column {IMAGE_COLUMN}"
-            )
         return corpus
 
     def length_for(self, model: OpenModel, written: int = 0) -> int:

@@ -32,7 +32,7 @@ from theodolite.corpus.images import (
 )
 from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose, show_nothing
 from theodolite.corpus.spec import DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM
-from theodolite.corpus.special_tokens import Tokenizer, drawable_ids, trailing_special_tokens
+from theodolite.corpus.special_tokens import Tokenizer, drawable_ids, special_ends
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
@@ -108,7 +108,7 @@ class Corpus:
 
     def trailing(self, tokenizer: Any) -> int:
         """Count the special tokens at the end of every context, which are measured apart, too."""
-        return trailing_special_tokens(tokenizer, self.contexts, self.lengths)
+        return special_ends(tokenizer, self.contexts, self.lengths)[1]
 
     def inputs(self, rows: slice | Tensor) -> Tensor | PicturedIds:
         """Give the model's input of some contexts: token ids (C, T), or pixel values (C, channels, height, width).
@@ -179,10 +179,9 @@ class Corpus:
         for name in self.label_names:
             encoded = name.encode("utf-8", "surrogatepass")
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
-        if self.images is not None:
-            digest.update(self.images.sha256.encode())
-        if self.pictured is not None:
-            digest.update(b"".join(self.pictured.tensors.digests))
+        for pictures in (self.images, self.pictured):
+            if pictures is not None:
+                digest.update(b"".join(pictures.tensors.digests))
         tensors = (self.contexts, self.labels, *(() if self.sources is None else (self.sources,)))
         for tensor in tensors:  # what is no token says where a context ends
             digest.update(tensor.numpy().astype("<i8").tobytes())
@@ -235,10 +234,10 @@ class Corpus:
         if isinstance(tokenizer, TransformedImages):
             if length is not None:
                 raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
-            images, sample = choose_images(name, pictures_at(path, columns), tokenizer, choice)
+            images, balance = choose_images(name, pictures_at(path, columns), tokenizer, choice)
             ids = torch.arange(images.grid.length).expand(len(images.pictures), -1)
             labels = _numbered([picture.label for picture in images.pictures])
-            return cls(name, ids, *labels, choice.seed, columns.described() | sample.balance, images)
+            return cls(name, ids, *labels, choice.seed, columns.described() | balance, images)
         if (dataset := dataset_of(str(path))) is not None:
             name, most = dataset[0], choice.contexts or max(STREAMED_CONTEXTS, choice.per_label or 0)
             choice = replace(choice, contexts=most, streamed=True)
@@ -423,13 +422,13 @@ class Corpus:
         if length is None:
             raise UsageError("text is cut into contexts of equal length: give a length in tokens")
         cutter = Cutter(tokenizer, length, choice)
-        sample = choose(cutter.cut(documents), choice)
-        if not sample.items:
+        kept_labels, kept, balance = choose(cutter.cut(documents), choice)
+        if not kept:
             raise cutter.nothing_chosen(name)
         selection = PYTHON_LABELS.get(name, {}) if columns is None else columns.described()
-        selection = selection | ({"tokens_read": cutter.tokens} if cutter.stopped else {}) | sample.balance
-        ids, sizes = zip(*sample.items, strict=True)
-        return cls._of_rows(name, ids, sample.labels, choice.seed, selection, text_bytes=padded(sizes, 0))
+        selection = selection | ({"tokens_read": cutter.tokens} if cutter.stopped else {}) | balance
+        ids, sizes = zip(*kept, strict=True)
+        return cls._of_rows(name, ids, kept_labels, choice.seed, selection, text_bytes=padded(sizes, 0))
 
     @classmethod
     def _of_rows(
@@ -486,17 +485,17 @@ def _chosen_rows(
             show_tokens(tokens)
             yield row.label, context
 
-    sample = choose(made(), choice)
-    if not sample.items:
+    labels, kept, balance = choose(made(), choice)
+    if not kept:
         if left_out["picture_cut"]:
             raise UsageError(f"no picture has room in a context of {length} tokens: use a larger --length")
         what = f"a source and a target of {LEAST_LENGTH} tokens" if image is None else "a picture and a text"
         raise UsageError(f"no row of {printable(path)} has {what}, or its label has too few (--per-label)")
-    columns.notes.rows_without_image += left_out.pop("rows_without_image", 0)
-    selection = columns.described() | left_out | sample.balance
+    columns.notes.counts.update(left_out)
+    selection = columns.described() | balance
     selection |= {"source_column": source} if image is None else {"image_column": image}
-    rows, beside = zip(*sample.items, strict=True)
-    return rows, beside, (sample.labels, seed, selection)
+    rows, beside = zip(*kept, strict=True)
+    return rows, beside, (labels, seed, selection)
 
 
 def _numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:

@@ -190,11 +190,8 @@ def positions_in_rows(
         before = functional.pad(counted[:-1], (1, 0), value=-1)
         if not bool(((counted == 0) | (counted == before + 1)).all()):
             raise UsageError(
-                f"attention_mask of row {row} has a hole: give rows that are padded on the left or right, or "
-                "position_ids"
-                if counts is None
-                else f"position_ids of row {row} do not count 0, 1, 2, … from the beginning of each context on; "
-                "padding belongs in the attention_mask"
+                f"row {row} has a hole in its attention_mask, or position_ids that do not count 0, 1, 2, … in each "
+                "context: give rows that are padded on the left or right"
             )
         positions[row, places] = counted
     return positions

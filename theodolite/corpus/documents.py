@@ -44,13 +44,10 @@ class EmptyFileError(UsageError):
 
 @dataclass
 class Notes:
-    """What was left out while documents were read (`passed_over`: files, by the reason), and what their labels are."""
+    """What was left out (`counts`: of rows; `passed_over`: files, by the reason), and what labels are."""
 
     labels: dict[str, None] = field(default_factory=dict)
-    rows_without_text: int = 0
-    rows_without_label: int = 0
-    rows_without_image: int = 0
-    unread_images: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
     passed_over: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -136,10 +133,8 @@ class Columns:
             "label_by": self.label_by,
             "encoding": self.encoding,
             "labels_are": " and ".join(notes.labels),
-            "rows_without_text": notes.rows_without_text,
-            "rows_without_label": notes.rows_without_label if notes.labels else 0,
-            "rows_without_image": notes.rows_without_image,
-            "unread_images": notes.unread_images,
+            **notes.counts,
+            "rows_without_label": notes.counts["rows_without_label"] if notes.labels else 0,
             "files_passed_over": {why: {"count": len(f), "names": f[:NAMED]} for why, f in passed_over},
         }
         return {name: value for name, value in entries.items() if value}
@@ -222,9 +217,9 @@ def with_text(documents: Iterable[Document], columns: Columns) -> Iterator[Docum
     """Leave out what has no text, and note how many have none, and how many no label."""
     for document in documents:
         if not document.text.strip():
-            columns.notes.rows_without_text += 1
+            columns.notes.counts["rows_without_text"] += 1
             continue
-        columns.notes.rows_without_label += document.label is None
+        columns.notes.counts["rows_without_label"] += document.label is None
         yield document
 
 
@@ -322,7 +317,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 def pieces_of(path: Path, columns: Columns) -> Iterator[str]:
     """Yield a file's text piece by piece, every line end a line feed; `UsageError` where the file is no text."""
     with opened(path) as raw:
-        beginning, line = raw.read(max(map(len, MARKS))), 1
+        beginning = raw.read(max(map(len, MARKS)))
         marked = next((encoding for mark, encoding in MARKS.items() if beginning.startswith(mark)), None)
         encoding = marked or columns.encoding or "utf-8"
         raw.seek(0)
@@ -331,19 +326,15 @@ def pieces_of(path: Path, columns: Columns) -> Iterator[str]:
             try:
                 text = file.read(PIECE)
             except UnicodeError as error:
-                where = first_line(error)
-                if isinstance(error, UnicodeDecodeError):  # `object` ends where the file was read to
-                    where = f"at byte {raw.tell() - len(error.object) + error.start}"
+                why = error.reason if isinstance(error, UnicodeDecodeError) else error
                 raise UsageError(
-                    f"{path} is not {encoding.upper()} ({where}); say what it is by --encoding"
+                    f"{path} is not {encoding.upper()} ({why}); say what it is by --encoding"
                 ) from None
             if not text:
                 return
-            if (nul := text.find("\0")) >= 0:
-                line += text.count("\n", 0, nul)
-                raise UsageError(f"{path} is binary (NUL in line {line}); give text, or its --encoding")
+            if "\0" in text:
+                raise UsageError(f"{path} is binary (it holds NUL); give text, or its --encoding")
             yield text
-            line += text.count("\n")
 
 
 def text_parts(path: Path, columns: Columns) -> tuple[Iterator[str], bool]:
@@ -388,8 +379,7 @@ def _read_jsonl(path: Path, columns: Columns) -> Iterator[Document]:
         try:
             row = json.loads(line)
         except ValueError as error:  # of numbers with thousands of digits, too
-            why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise UsageError(f"{source} is not JSON ({why}); give one object a line.") from None
+            raise UsageError(f"{source} is not JSON ({error}); give one object a line.") from None
         if not isinstance(row, dict):
             raise UsageError(f"{source} is not a JSON object; give one object a line.")
         if document := document_of_row(row, columns, source, rows):
@@ -459,13 +449,12 @@ def document_of_row(row: Mapping[str, Any], columns: Columns, source: str, numbe
                 f"{source} has no column '{wanted}' (it has: {', '.join(row)}); choose with {option}."
             )
     text, source_text = row[columns.text], None if columns.source is None else row[columns.source]
-    columns.notes.unread_images |= columns.image is None and IMAGE_COLUMN in row
     if text is None or text == [] or (columns.source is not None and source_text is None):
-        columns.notes.rows_without_text += number > 0
+        columns.notes.counts["rows_without_text"] += number > 0
         return None
     picture = None if columns.image is None else _picture(row[columns.image], source)
     if columns.image is not None and picture is None:
-        columns.notes.rows_without_image += 1
+        columns.notes.counts["rows_without_image"] += 1
         return None
     if isinstance(text, list):
         text = as_text(text, columns, f"{source}: column '{columns.text}'")

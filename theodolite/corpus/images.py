@@ -25,7 +25,7 @@ from theodolite.corpus.documents import (
     is_image,
     printable,
 )
-from theodolite.corpus.sampling import Choice, Sample, choose
+from theodolite.corpus.sampling import Choice, choose
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.system.wording import with_extra
 
@@ -225,11 +225,6 @@ class Images:
         """Where the images are, and their labels."""
         return self.tensors.sources
 
-    @property
-    def sha256(self) -> str:
-        """Hash of the pixel values that the model reads."""
-        return hashlib.sha256(b"".join(self.tensors.digests)).hexdigest()
-
     def pixels(self, rows: slice | Tensor) -> Float[Tensor, "images channels height width"]:
         """Read the pixel values of some pictures; `WorkError` where a file has changed since it was first read."""
         return torch.stack([tensors["pixels"] for tensors in self.tensors.read(rows)])
@@ -241,15 +236,15 @@ class Images:
 
 def choose_images(
     name: str, pictures: Iterable[Picture], reader: TransformedImages, choice: Choice
-) -> tuple[Images, Sample[Picture]]:
-    """Choose pictures of the corpus `name` and read them, in the order of the seed."""
-    sample = choose(((picture.label, picture) for picture in pictures), choice)
-    if not sample.items:
+) -> tuple[Images, dict[str, int]]:
+    """Choose pictures of the corpus `name` and read them, in the order of the seed; and how labels were balanced."""
+    _, chosen, balance = choose(((picture.label, picture) for picture in pictures), choice)
+    if not chosen:
         raise UsageError(f"{name} holds no image with a label: leave out --per-label")
-    order = np.random.default_rng(choice.seed).permutation(len(sample.items)).tolist()
+    order = np.random.default_rng(choice.seed).permutation(len(chosen)).tolist()
     tensors = PictureTensors(lambda picture: {"pixels": reader.read(picture.open())})
-    first, size = sample.items[order[0]], (0, 0)
-    for number, picture in enumerate((sample.items[index] for index in order), start=1):
+    first, size = chosen[order[0]], (0, 0)
+    for number, picture in enumerate((chosen[index] for index in order), start=1):
         _, height, width = tensors.add(picture)["pixels"].shape
         if number > 1 and size != (height, width):
             raise UsageError(
@@ -258,7 +253,7 @@ def choose_images(
             )
         size = height, width
         choice.show(number)
-    return Images(tensors, reader, size), sample
+    return Images(tensors, reader, size), balance
 
 
 @dataclass(frozen=True)

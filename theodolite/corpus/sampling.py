@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -54,17 +54,9 @@ class Choice:
 ALL = Choice(None)
 
 
-@dataclass(frozen=True)
-class Sample(Generic[Item]):
-    """The chosen items in reading order, each with its label.
-
-    `balance` is for the provenance: what was asked of each label, how many have fewer, and for how many there was no
-    room.
-    """
-
-    labels: list[str | None]
-    items: list[Item]
-    balance: dict[str, int] = field(default_factory=dict)
+Sample = tuple[list[str | None], list[Item], dict[str, int]]
+"""Labels and items in reading order; and for the provenance, what was asked of each label, how many have fewer, and for
+how many there was no room."""
 
 
 class Reservoir(Generic[Item]):
@@ -96,7 +88,7 @@ def choose(items: Iterable[tuple[str | None, Item]], choice: Choice) -> Sample[I
         reservoir: Reservoir[Entry[Item]] = Reservoir(choice.contexts, random)
         for entry in islice(entries, most):
             reservoir.add(entry)
-        return Sample(*_in_order(reservoir.items))
+        return *_in_order(reservoir.items), {}
     room = None if choice.contexts is None else choice.contexts // choice.per_label
     labels: Reservoir[list[Entry[Item]]] = Reservoir(room, random)
     too_short, longest = 0, (0, "")
@@ -113,7 +105,7 @@ def choose(items: Iterable[tuple[str | None, Item]], choice: Choice) -> Sample[I
         )
     chosen = _in_order([entry for of_label in labels.items for entry in of_label])
     left_out = {"labels_too_short": too_short, "labels_not_drawn": labels.offered - len(labels.items)}
-    return Sample(*chosen, {"per_label": choice.per_label, **left_out})
+    return *chosen, {"per_label": choice.per_label, **left_out}
 
 
 def _in_order(entries: list[Entry[Item]]) -> tuple[list[str | None], list[Item]]:

@@ -94,7 +94,7 @@ def refuse_growth(tokenizer: Any, text: str) -> None:
 def special_ends(
     tokenizer: Any, ids: Int[Tensor, "contexts length"], lengths: Int[Tensor, " contexts"] | None = None
 ) -> tuple[int, int]:
-    """Count the tokens at the beginning and at the end of every context that the tokenizer puts around a sequence."""
+    """Count what the tokenizer puts around a sequence at the beginning and the end ([SEP], </s>) of every context."""
     if tokenizer is None:
         return 0, 0
     try:
@@ -108,13 +108,6 @@ def special_ends(
         row[max(end - after, 0) : end].tolist() == frame.after for row, end in zip(ids, ends, strict=True)
     )
     return before if begins_alike else 0, after if ends_alike else 0
-
-
-def trailing_special_tokens(
-    tokenizer: Any, ids: Int[Tensor, "contexts length"], lengths: Int[Tensor, " contexts"] | None = None
-) -> int:
-    """Count the special tokens at the end of every context ([SEP], </s>), which are told apart as position 0 is."""
-    return special_ends(tokenizer, ids, lengths)[1]
 
 
 def repeated_random_tokens(

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
-
-Item = TypeVar("Item")
+from typing import Any
 
 ShowProgress = Callable[[int, int], None]  # of (done, total); it may raise to stop the work
 ShowStage = Callable[[str, int, int], None]
 """Called with (task, done, total); it may raise to stop, and what is complete is saved then."""
 
 ShowTokens = Callable[[int], None]  # of the tokens read so far; it may raise to stop
-
-
-def shown(items: Sequence[Item], what: str, show: ShowStage) -> Iterator[Item]:
-    """Yield the items, and show how many of them are done."""
-    for done, item in enumerate(items):
-        show(what, done, len(items))
-        yield item
-    show(what, len(items), len(items))
 
 
 class Progress:

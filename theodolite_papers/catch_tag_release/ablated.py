@@ -25,8 +25,8 @@ from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.sinks.interventions import attention_knockout
-from theodolite.system.progress import shown
 from theodolite.theory.outliers import Thresholds
+from theodolite_papers.experiment import shown
 
 PUBLISHED = Thresholds()
 

@@ -31,10 +31,10 @@ from theodolite.report import style
 from theodolite.report.drawing.grammar import bars
 from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
-from theodolite.system.progress import ShowStage, shown
+from theodolite.system.progress import ShowStage
 from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
 from theodolite.theory.grouping import variance_explained
-from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
+from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared, shown
 
 CONTEXTS = 64  # contexts at most: every ablation reads them again
 CONTROLS = 3  # seeded controls of each ablation, of which the mean is taken
