@@ -42,10 +42,7 @@ class Estimate:
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
-        """Make a number without sampling error: a formula in closed form, a function of the weights, a count over all.
-
-        What was measured on some contexts, prompts, seeds or models is none of these.
-        """
+        """Make a number without sampling error: a formula in closed form, a function of weights, a count over all."""
         return cls(float(value), 0.0, is_exact=True)
 
     @classmethod
@@ -69,11 +66,8 @@ class Estimate:
         """Widen the interval to span·(1 − 0.025^{1/n}) or more on either side: no spread is no certainty.
 
         What was alike in n things is otherwise in up to that share of all (Clopper & Pearson's bound). For numbers that
-        take few values: shares, counts. Where no error is known, none is given.
-
-        Args:
-            span: how far apart the numbers of two things can be: 1 of shares.
-            count: n, if the error rests on fewer, as on parts of n contexts.
+        take few values: shares, counts; two of them are at most `span` apart. `count` is n, if the error rests on
+        fewer, as on parts of n contexts.
         """
         if self.n < 2:
             return self

@@ -1,7 +1,4 @@
-"""Make a corpus of a text or of images: non-overlapping contexts with labels, a hash and a seed.
-
-`documents.py` finds and reads texts, `images.py` images; `cutting.py` cuts and `sampling.py` chooses.
-"""
+"""Make a corpus of a text or of images: non-overlapping contexts with labels, a hash and a seed."""
 
 from __future__ import annotations
 
@@ -53,24 +50,19 @@ class Corpus:
     it is exactly so many contexts of each label: labels that have fewer are left out, and so are contexts without a
     label; `contexts` is the maximum still.
 
-    Labels of files and tables. `label_by` says what labels a document: "file", "folder" (its path below the folder
-    read), "column:NAME" of a table, or "row" (each has its own). None: the column `label` or `topic` of a table that
-    has one, and titles of articles.
-
-    Reading. Of conversations in `text_column` (lists of `{"role", "content"}`) the tokenizer's chat template makes
-    texts. `encoding` is that of files that are not UTF-8 and have no byte order mark. `show_tokens` is told how many
-    tokens, or images, were read so far; it may raise to stop.
+    Reading. `label_by` says what labels a document: "file", "folder" (its path below the folder read), "column:NAME" of
+    a table, or "row" (each has its own); None: the column `label` or `topic` of a table that has one, and titles of
+    articles. Of conversations in `text_column` (lists of `{"role", "content"}`) the tokenizer's chat template makes
+    texts. `encoding` is that of files that are not UTF-8 and have no byte order mark.
 
     Attributes:
         lengths: tokens of each context; None: all have T. Behind them `contexts` holds no tokens. Contexts of unlike
             lengths are not in reading order: the longest first, in each eighth of the corpus.
         labels: of each context the index of its label in `label_names`; −1: none.
         selection: for the provenance, what was asked of labels, what they are, and what was left out and why.
-        text_bytes: bytes of the text that each token stands for (`cutting.tokenized`); None where no text was read.
-        images: where the contexts are images: each has the tokens that the model makes of it, whose ids are their
-            positions. `inputs` gives what the model reads.
-        pictured: where each context has a picture in its text: its tokens have ids in the corpus that no token of a
-            text has, `pictured.first`, the next one, …, so that tables tell them apart.
+        text_bytes: bytes of the text that each token stands for; None where no text was read.
+        images: where the contexts are images, whose tokens have their positions as ids.
+        pictured: where each context has a picture in its text, whose tokens have the ids `pictured.first` and up.
         sources: where an encoder reads another text beside each context: their tokens, and behind them none.
     """
 
@@ -111,10 +103,7 @@ class Corpus:
         return special_ends(tokenizer, self.contexts, self.lengths)[1]
 
     def inputs(self, rows: slice | Tensor) -> Tensor | PicturedIds:
-        """Give the model's input of some contexts: token ids (C, T), or pixel values (C, channels, height, width).
-
-        With sources (C, 2, longest): the context's tokens, and the source's; behind the shorter ones none.
-        """
+        """Give the model's input of some contexts: ids (C, T), with sources (C, 2, longest); or pixel values."""
         if self.images is not None:
             return self.images.pixels(rows)
         if self.pictured is not None:
@@ -279,7 +268,8 @@ class Corpus:
         (`model.source.target_start`) and all tokens of the target but the last, cut to `length`; beside it the tokens
         of the source, cut to `length`, too. Rows of fewer than 4 tokens are left out. `alike`: both are cut to the
         length of the shorter one, as numbers by the position of a key and of a query need (cross). `how`: `contexts`,
-        `seed`, `text_column`, `label_by`, `per_label`, `encoding` and `show_tokens`, as of `from_path`.
+        `seed`, `text_column`, `label_by`, `per_label` and `encoding`, as of `from_path`; `show_tokens` is told how
+        many tokens were read.
         """
 
         def pair(row: Document) -> tuple[list[int], list[int]] | str:
@@ -360,10 +350,9 @@ class Corpus:
         *,
         below: int | None = None,
     ) -> Corpus:
-        """Draw token ids uniformly and independently: from 0 … vocabulary−1, or from a tokenizer's ids.
+        """Draw token ids uniformly and independently: from 0 … vocabulary−1, or a tokenizer's ids `below` a number.
 
-        Of a tokenizer, special tokens are left out, and put around every context as in text; and so are ids from
-        `below` on, which a model with fewer embeddings than its tokenizer has tokens does not know.
+        A tokenizer's special tokens are not drawn, and put around every context as in text.
         """
         check_length(length)
         Choice(contexts).check()
@@ -384,14 +373,9 @@ class Corpus:
     ) -> Corpus:
         """Take token ids in memory, each row with its label (None: no labels); no tokenizer is needed.
 
-        A row is a context; with a mask, without its padding on the left or right; with positions that begin anew at
-        0, several packed into one. Each is read by itself, from its own position 0, and what has fewer than 4 tokens
-        is left out.
-
-        Args:
-            ids: whole numbers (rows, positions); a single row may be (positions).
-            seed: recorded; nothing is drawn.
-            attention_mask, position_ids: as a model of `transformers` takes them, shaped as `ids`.
+        A row is a context; with an `attention_mask`, without its padding on the left or right; with `position_ids` that
+        begin anew at 0, several packed into one. Each is read by itself, from its own position 0, and what has fewer
+        than 4 tokens is left out. The seed is recorded; nothing is drawn.
         """
         # A copy: what the caller does to the tensor later is not what was read.
         ids = whole_ids(ids).detach().to("cpu", torch.int64, copy=True)

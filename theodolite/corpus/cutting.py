@@ -95,10 +95,9 @@ NO_TOKENS = no_text([])
 
 
 def tokenized(tokenizer: Tokenizer, text: str) -> Tokens:
-    """Return a text's tokens, and the bytes of UTF-8 that each stands for: together those of the text.
+    """Return a text's tokens, and the bytes of UTF-8 that each stands for, from the end of the one before to its own.
 
-    A token stands for what is between the end of the one before and its own, the last one for all to the end. Where a
-    tokenizer does not say where tokens stand (those that are written in Python), all have equal parts.
+    Where a tokenizer does not say where tokens stand (those that are written in Python), all have equal parts.
     """
     text = text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
     refuse_growth(tokenizer, text)

@@ -1,7 +1,4 @@
-"""Read documents: from files and folders, from data sets of the hub, and from conversations.
-
-A new kind of file is a reader that yields a `Document` of each text, in `TEXTS` or `TABLES`.
-"""
+"""Read documents: from files (a reader of each kind in `TEXTS` or `TABLES`), data sets of the hub, conversations."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ BY_FILE, BY_FOLDER, BY_ROW, BY_COLUMN = "file", "folder", "row", "column:"
 LABELS_BY = (BY_FILE, BY_FOLDER, BY_ROW, f"{BY_COLUMN}NAME")
 
 NAMED = 100  # files of a folder that the provenance names at most, of those passed over for one reason
-ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT's rows: what templates call them
 ARTICLE_TITLE = re.compile(r" = (?!= )(\S.*) = ?\n?")  # of WikiText; ` = = Section = = ` opens a section
 
 
@@ -53,12 +49,9 @@ class Notes:
 
 @dataclass(frozen=True)
 class Columns:
-    """How files and tables are read; `notes` is what was met.
+    """A table's columns of the text, of what an encoder reads beside it (`source`) and of pictures; how it is read.
 
-    Attributes:
-        text, source, image: a table's columns of the text, of what an encoder reads beside it, and of pictures.
-        label_by, encoding: as of `Corpus`.
-        tokenizer: whose chat template makes a text of a conversation; None: its turns are joined by line breaks.
+    Of a conversation the tokenizer's chat template makes a text; without one its turns are joined by line breaks.
     """
 
     text: str = "text"
@@ -175,10 +168,7 @@ def printable(path: str | Path) -> str:
 
 
 def read_path(path: str | Path, columns: Columns | None = None) -> Iterator[Document]:
-    """Read the documents of a file, of every readable file of a folder in sorted order, or of a data set hf:NAME….
-
-    In a folder, hidden files are not looked at; empty files and other suffixes are passed over and noted.
-    """
+    """Read the documents of a file, of every readable file of a folder in sorted order, or of a data set hf:NAME…."""
     columns = Columns() if columns is None else columns
     if (dataset := dataset_of(str(path))) is not None:
         documents = joined_articles(streamed_rows(*dataset, columns), columns)
@@ -484,10 +474,11 @@ def _picture(value: object, source: str) -> Path | bytes | None:
 
 def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
     """Format a conversation by the tokenizer's chat template, without what it puts around every sequence anyway."""
-    messages = [message for turn in turns if (message := _message(turn))]
-    if not messages or len(messages) < len(turns):
+    if not all(isinstance(turn, dict) and "role" in turn and "content" in turn for turn in turns):
         raise UsageError(f'{source} is neither text nor a list of {{"role": …, "content": …}}')
     tokenizer = columns.tokenizer
+    # Tables fill gaps with None.
+    messages = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
     if tokenizer is None:
         return "\n".join(str(message.get("content")) for message in messages)
     if not getattr(tokenizer, "chat_template", None):
@@ -501,25 +492,12 @@ def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
     return text.removeprefix(before).removesuffix(after)
 
 
-def _message(turn: Any) -> dict[str, Any]:
-    """Return a turn as templates read it; empty where it is none."""
-    if isinstance(turn, dict) and "role" in turn and "content" in turn:
-        return {
-            name: value for name, value in turn.items() if value is not None
-        }  # tables fill gaps with None
-    if isinstance(turn, dict) and "from" in turn and "value" in turn:
-        return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
-    return {}
-
-
 def _with_picture(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Say in a conversation where the picture stands: before the first turn of the user, where no turn says so."""
     turns = []
     for message in messages:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            raise ValueError("the content of a turn is neither text nor a list of parts")
         turns.append(message | {"content": [*parts]})
     if not any(part.get("type") == "image" for turn in turns for part in turn["content"]):
         turn = next((turn for turn in turns if turn.get("role") == "user"), turns[0])
@@ -585,11 +563,7 @@ def streamed_dataset(name: str, config: str | None, split: str) -> Iterator[Any]
 
 
 def joined_articles(rows: Iterable[Document], columns: Columns) -> Iterator[Document]:
-    """Join rows to articles when they are the lines of WikiText, as the hub's data set has them; else leave them.
-
-    They are when the first one with any text is a title and has no label. A title stands between empty lines, opens an
-    article, and is its label (the n-th of the same title: `Title (n)`).
-    """
+    """Join rows to articles where they are WikiText's lines: the first one with any text is a title without a label."""
     rows = iter(rows)
     opening: list[Document] = []
     for row in rows:
@@ -603,6 +577,7 @@ def joined_articles(rows: Iterable[Document], columns: Columns) -> Iterator[Docu
 
 
 def _articles(lines: Iterable[str], columns: Columns) -> Iterator[Document]:
+    """Join lines from one title, between empty lines, to the next: it is the label (the n-th such: `Title (n)`)."""
     title: str | None = None
     body: list[str] = []
     occurrences: Counter[str] = Counter()

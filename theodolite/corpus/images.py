@@ -138,11 +138,7 @@ class Picture:
 
 
 def pictures_at(path: str | Path, columns: Columns) -> list[Picture]:
-    """Yield the images of a file, or of a folder, sorted.
-
-    The label of a file is its folder's path below `path` (directly in it: none), or with labels by file its own path.
-    `UsageError` where there is no image, or columns are asked for.
-    """
+    """List the images of a file, or of a folder, sorted, labelled by subfolder or file; `UsageError` for none."""
     path = Path(path)
     if columns.option:
         raise UsageError(f"{printable(path)} is no table but images: leave out {columns.option}")
@@ -260,8 +256,7 @@ def choose_images(
 class PicturedTextReader:
     """A model's way of reading a text with a picture: `models.pictured_text_reader(model)`.
 
-    `token` is what it reads in place of each of a picture's tokens, `vocabulary` an id above that of any token, and
-    `read` makes the token ids of a document, and what else the model reads of its picture, or raises `UsageError`.
+    It reads `token` in place of each of a picture's tokens; `vocabulary` is an id above that of any token.
     """
 
     tokenizer: Any

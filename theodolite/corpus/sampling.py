@@ -30,8 +30,7 @@ def show_nothing(tokens: int) -> None:
 class Choice:
     """The contexts that are asked for: at most so many (None: all), or so many of each label that has them.
 
-    `rows`: a label is complete once the next begins. `streamed`: the text may be endless. `show` is told how many
-    tokens, or images, were read.
+    `rows`: a label is complete once the next begins. `streamed`: the text may be endless. `show` may raise to stop.
     """
 
     contexts: int | None

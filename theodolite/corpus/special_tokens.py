@@ -128,8 +128,6 @@ def drawable_ids(
 ) -> tuple[np.ndarray, SpecialTokens]:
     """Give the ids to draw random tokens from, and what goes around them."""
     if isinstance(vocabulary, int):
-        if vocabulary < 1:
-            raise UsageError(f"A vocabulary of {vocabulary} has no tokens to draw; it must be at least 1.")
         return np.arange(vocabulary), SpecialTokens([], [], [])
     # The named ones, and those that are only marked so (Llama 3 reserves hundreds).
     marked = (id for id, token in vocabulary.added_tokens_decoder.items() if token.special)

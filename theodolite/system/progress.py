@@ -18,9 +18,7 @@ ShowTokens = Callable[[int], None]  # of the tokens read so far; it may raise to
 class Progress:
     """Reports the progress of a pass of `total` steps, `done` of them in its restored state, and saves its state.
 
-    Args:
-        show: called with (done, total); it may raise to stop.
-        save: called with (done, must) when the state is complete; `must` when the work is about to stop.
+    `show` may raise to stop; `save` is called with (done, must) when the state is complete, and must before a stop.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
 def interruptible(say: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
     """Yield a function that says whether Ctrl-C was pressed: the first calls `say`, the second stops at once.
 
-    Signals that are ignored or have a custom handler are left alone. `KeyboardInterrupt` on leaving where it was.
+    Signals that have a handler of their own are left alone. `KeyboardInterrupt` on leaving where it was pressed.
     """
     noted = False
 

@@ -26,10 +26,7 @@ def _visible_character(character: str) -> str:
 
 
 def visible(text: object, limit: int | None = None) -> str:
-    """Show every control, format, surrogate, private or unassigned character of `text` as a mark.
-
-    So nothing in the result can reorder or hide its neighbours. Markup is not escaped.
-    """
+    """Show every control, format, surrogate, private or unassigned character as a mark; markup is not escaped."""
     source = str(text)
     if limit is not None and len(source) > limit:
         source = source[: limit - 1] + "…"
@@ -139,9 +136,7 @@ def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
     """Ask whether the known words nearest to a misspelt one were meant, or say something else where none is near."""
     words = list(known)
     begun = [each for each in words if word and (each.startswith(word) or each.endswith(f"/{word}"))]
-    ends = {each.rsplit("/", 1)[-1]: each for each in words}
     near = begun[:3] or difflib.get_close_matches(word, words, 3)
-    near = near or [ends[end] for end in difflib.get_close_matches(word, ends, 3)]
     return f"did you mean {', '.join(near)}?" if near else otherwise
 
 
