@@ -23,10 +23,8 @@ INTERVAL = f"the {CONFIDENCE:.0%} interval".replace("%", "\u00a0%")
 class Estimate:
     """A number with its standard error (NaN: none known, so that nothing is decided) and what the error rests on.
 
-    Attributes:
-        n: how many independent things the error rests on. of: what they are ("seeds").
-        by_chance: the error follows from n, as that of a share of n trials does, and is no estimate from their spread.
-        is_exact: no other sample would give another number: see `exact`.
+    It rests on `n` independent things, called `of` ("seeds"). `by_chance`: it follows from n, as that of a share of n
+    trials does, and is no estimate from their spread. `is_exact`: see `exact`.
     """
 
     value: float

@@ -49,10 +49,8 @@ class Judged:
 class Verdict:
     """A claim of the paper, the answer, and the numbers behind it.
 
-    Attributes:
-        rule, parts: how the answer follows, and from what.
-        withheld: why the answer that follows is not given after all, and the claim not decided; empty: it is given.
-        experiment: which one judged it, where verdicts of several are collected.
+    `rule` and `parts` say how the answer follows, and from what; `withheld` why it is not given after all;
+    `experiment`, where verdicts of several are collected, which one judged it.
     """
 
     claim: str
@@ -75,8 +73,7 @@ class Criterion:
     """A limit, the side of it on which the claim holds, and where the limit comes from.
 
     Of "more than" and "less than", a tie decides neither. "within" is an equivalence test: a difference is at most the
-    limit in size, its whole interval included. Beyond the limit by less than `negligible` is no difference worth a
-    claim: an interval must be on one side of what lies so far beyond it.
+    limit in size, its whole interval included. An interval must be on one side of what is `negligible` beyond a limit.
     """
 
     side: Side
@@ -258,8 +255,7 @@ def _joined(claim: str, parts: Sequence[Verdict], rule: Rule, answer: Answer) ->
 def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
     """Tabulate every verdict and every number behind it, from which the answers can be found again.
 
-    `place`: "2" for the second verdict, "2.1" for the first thing that it follows from. A verdict has `rule`, and
-    `withheld` where its answer was; a number has all other columns; collected verdicts have their `experiment`.
+    `place`: "2" for the second verdict, "2.1" for the first thing that it follows from.
     """
     rows: list[dict[str, Any]] = []
 

@@ -252,7 +252,6 @@ def test_random_tokens_are_uniform_and_never_special() -> None:
         (lambda t: Corpus.from_texts(["abc"], t, 4, contexts=0), r"use a number \(--contexts\) above 0"),
         (lambda t: Corpus.from_texts("abc", t, 4), "give a list of texts"),
         (lambda t: Corpus.from_texts(["abc"], t, 4, labels=["x", "y"]), "1 texts and 2 labels"),
-        (lambda t: Corpus.random_tokens(0, 4, 1), "vocabulary of 0"),
         (lambda t: Corpus.random_tokens(5, 4, 0), r"use a number \(--contexts\) above 0"),
         (lambda t: Corpus.from_texts(["a b c"], framed(["<s>"] * 3, ["</s>"]), 4), "use a larger --length"),
         (lambda t: Corpus.from_texts(["a b"], framed(["<s>"], []), 8), "longest text has 3;"),

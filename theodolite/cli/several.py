@@ -71,8 +71,9 @@ class _Asked:
         if not (few_shot or of_lm_eval):
             refuse_unread("without --task or --tasks there are no examples", {"--shots": self.shots})
         if not few_shot:
-            alone = f"without --task {FEW_SHOT_TASK} nothing has such an option"
-            refuse_unread(alone, {"--prompts": self.prompts})
+            refuse_unread(
+                f"without --task {FEW_SHOT_TASK} nothing has such an option", {"--prompts": self.prompts}
+            )
         numbers_of(self.shots, "--shots")
         read = text if text.corpus is not None else replace(text, corpus=HELD_OUT)
         if self.stride is not None:

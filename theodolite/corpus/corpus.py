@@ -27,7 +27,7 @@ from theodolite.corpus.images import (
     choose_images,
     pictures_at,
 )
-from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose, show_nothing
+from theodolite.corpus.sampling import ALL, LEAST_LENGTH, Choice, check_length, choose
 from theodolite.corpus.spec import DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM
 from theodolite.corpus.special_tokens import Tokenizer, drawable_ids, special_ends
 from theodolite.errors import UsageError
@@ -298,10 +298,8 @@ class Corpus:
 
         Each row of the path, or of hf:NAME…, is a context, not packed: what `models.pictured_text_reader(model)` makes
         of it, cut to `length`. A picture is a path, from the table's folder, or its bytes, as `datasets` stores them.
-        It stands where the text has the processor's image token, or before it; in a conversation where a turn has
-        `{"type": "image"}`, or before the user's first. Left out are rows without a picture or a text, those whose
-        picture has no room in a context (counted as `picture_cut`), and those of fewer than 4 tokens. Of many rows no
-        more are read than `sampling.READ_AHEAD` × `contexts`. `how`: as of `from_pairs`.
+        Left out are rows without a picture or a text, those whose picture has no room in a context (`picture_cut`), and
+        those of fewer than 4 tokens. `how`: as of `from_pairs`.
         """
 
         def fitting(row: Document) -> tuple[list[int], Document] | str:
@@ -318,7 +316,7 @@ class Corpus:
         ids, documents, about = _chosen_rows(
             path, fitting, length, reader.tokenizer, image=image_column, **how
         )
-        show, tokens = how.get("show_tokens", show_nothing), sum(map(len, ids))
+        show, tokens = how.get("show_tokens", ALL.show), sum(map(len, ids))
         # Read again, so that what is kept in memory is of the chosen ones alone.
         pictured = Pictured.of_documents(documents, reader, lambda: show(tokens))
         return cls._of_rows(printable(path), ids, *about, pictured=pictured)
@@ -333,10 +331,7 @@ class Corpus:
         *,
         held_out: bool = False,
     ) -> Corpus:
-        """Read the language reference inside every CPython (`pydoc_data.topics`): English, topics as labels.
-
-        The embedded model was trained on it, but for the topics of `held_out`, 30 kB without labels.
-        """
+        """Read Python's language reference, topics as labels; `held_out`: what the embedded model was not trained on."""
         name = HELD_OUT if held_out else DOCS
         return cls.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, Choice(contexts, seed))
 
@@ -447,7 +442,7 @@ def _chosen_rows(
     label_by: str | None = None,
     per_label: int | None = None,
     encoding: str | None = None,
-    show_tokens: ShowTokens = show_nothing,
+    show_tokens: ShowTokens = lambda tokens: None,
 ) -> tuple[tuple[list[int], ...], tuple[Any, ...], tuple[list[str | None], int, dict[str, Any]]]:
     """Choose among what `context_of` makes of tables' rows: ids, and what is beside them; or a word why not."""
     check_length(length)

@@ -22,10 +22,6 @@ LABELS_READ_AHEAD = 128  # and, where labels are few or rare, this many times th
 Item = TypeVar("Item")
 
 
-def show_nothing(tokens: int) -> None:
-    """Take no notice of how many tokens were read."""
-
-
 @dataclass(frozen=True)
 class Choice:
     """The contexts that are asked for: at most so many (None: all), or so many of each label that has them.
@@ -38,7 +34,7 @@ class Choice:
     per_label: int | None = None
     rows: bool = False
     streamed: bool = False
-    show: ShowTokens = show_nothing
+    show: ShowTokens = lambda tokens: None
 
     def check(self) -> None:
         """Raise `UsageError` for numbers below 1, fewer contexts than of one label, and a seed out of range."""
