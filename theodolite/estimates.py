@@ -47,8 +47,8 @@ class Estimate:
     def share(cls, share: float, count: float, of: str) -> Estimate:
         """Make a share of `count` independent trials, with the largest standard error that such a share can have.
 
-        That is the one at a share of ½ (against a criterion of ½, the score test), so that 0 or n of few trials do not
-        look certain. Half a trial is added to the interval (Yates's correction).
+        That is the one at a share of ½, so that 0 or n of few trials do not look certain. Half a trial is added to the
+        interval (Yates's correction).
         """
         error = 0.5 / math.sqrt(count) + 0.5 / count / SIGMAS
         return cls(share, error, max(1, round(count)), of, by_chance=True)
@@ -112,10 +112,9 @@ class Estimates:
 
     @property
     def looks(self) -> int:
-        """The number of intervals that share the 5 %: those of a claim on more than half of N, ⌈N/2⌉.
+        """The number of intervals that share the 5 % of a claim on more than half of N: ⌈N/2⌉.
 
-        Such a claim holds by mistake no more often than 2.5 %, however the numbers depend on each other (Bonferroni's
-        bound for a partial conjunction, Benjamini & Heller 2008).
+        That is Bonferroni's bound for a partial conjunction (Benjamini & Heller 2008).
         """
         return max(1, math.ceil(np.isfinite(self.values).sum() / 2))
 

@@ -47,8 +47,7 @@ class Corpus:
 
     Sampling. Of more contexts than asked for, a seeded sample without replacement is kept, in reading order. A text is
     read until it gave `READ_TOKENS` tokens and `sampling.READ_AHEAD` times the contexts asked for. With `per_label`,
-    it is exactly so many contexts of each label: labels that have fewer are left out, and so are contexts without a
-    label; `contexts` is the maximum still.
+    it is exactly so many contexts of each label that has them, and `contexts` at most.
 
     Reading. `label_by` says what labels a document: "file", "folder" (its path below the folder read), "column:NAME" of
     a table, or "row" (each has its own); None: the column `label` or `topic` of a table that has one, and titles of
@@ -195,13 +194,11 @@ class Corpus:
         With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders.
 
         The path of texts may be hf:NAME[:CONFIG[:SPLIT]], too: a data set of the Hugging Face hub, or a folder of data
-        files, streamed by `datasets`. Reading stops when `sampling.READ_AHEAD` × `contexts` contexts were found (None:
-        `STREAMED_CONTEXTS` are asked for), of which the seed chooses; with `per_label`, when so many times the labels
-        that `contexts` has room for are whole, or after `sampling.LABELS_READ_AHEAD` × `contexts` contexts.
+        files, streamed by `datasets` until it gave `sampling.READ_AHEAD` × `contexts` contexts, of which the seed
+        chooses (with `per_label`, so many times the labels that `contexts` has room for).
 
         A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an article,
-        labelled by its title, and so is a table whose rows are such lines. Any other `.txt` is one document, or one for
-        each 16 million characters.
+        labelled by its title, and so is a table whose rows are such lines. Any other `.txt` is one document.
         """
         columns = Columns(text_column, label_by, encoding, tokenizer)
         choice = Choice(contexts, seed, per_label, columns.rows)
@@ -331,7 +328,7 @@ class Corpus:
         *,
         held_out: bool = False,
     ) -> Corpus:
-        """Read Python's language reference, topics as labels; `held_out`: what the embedded model was not trained on."""
+        """Read Python's own language reference, labelled by topics; `held_out`: what the embedded model never read."""
         name = HELD_OUT if held_out else DOCS
         return cls.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, Choice(contexts, seed))
 

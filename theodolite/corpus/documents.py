@@ -112,8 +112,6 @@ class Columns:
         """Raise `UsageError` for an unknown kind of labels or an unknown encoding."""
         if not self.column and self.label_by not in (None, *LABELS_BY[:3]):
             raise UsageError(f"labels by {self.label_by!r}: give --label-by {', '.join(LABELS_BY)}")
-        if self.column == self.text:
-            raise UsageError(f"column '{self.text}' holds the texts: give another --label-by column:NAME")
         try:
             io.TextIOWrapper(io.BytesIO(), encoding=self.encoding)
         except (LookupError, ValueError):

@@ -113,10 +113,7 @@ def special_ends(
 def repeated_random_tokens(
     vocabulary: int | Tokenizer, length: int, contexts: int, seed: int, *, below: int | None = None
 ) -> tuple[Int[Tensor, "contexts length"], int, int]:
-    """Draw random tokens and repeat them, for induction: (ids, start, half), drawn as in `Corpus.random_tokens`.
-
-    ids[:, start : start + half] stands again right behind itself; what the tokenizer puts around is around both.
-    """
+    """Draw random tokens and repeat them: (ids, start, half), ids[:, start : start + half] right behind itself."""
     drawable, frame = drawable_ids(vocabulary, length, below)
     half = (length - len(frame.before) - len(frame.after)) // 2
     drawn = np.random.default_rng(seed).choice(drawable, size=(contexts, half))

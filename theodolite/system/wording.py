@@ -85,10 +85,7 @@ def percent(share: float) -> str:
 
 
 def rounded_with_error(value: float, error: float) -> tuple[str, str]:
-    """Round value and standard error to the error's own last digit: ("0.452", "0.006").
-
-    An error shows one significant digit, two where the first is 1. Without one (NaN, or 0) the second is empty.
-    """
+    """Round to the error's one significant digit, or two where the first is 1: ("0.452", "0.006"); no error is ""."""
     if not (math.isfinite(value) and math.isfinite(error) and error > 0):
         return number(value), ""
     leading, exponent = f"{error:.0e}".split("e")
