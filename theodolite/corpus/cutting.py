@@ -171,10 +171,7 @@ def whole_ids(ids: Any) -> Int[Tensor, "rows positions"]:
 def positions_in_rows(
     ids: Int[Tensor, "rows positions"], attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Int[Tensor, "rows positions"]:
-    """Return the position of each token in its own context, −1 where a row is padded; on the CPU.
-
-    `UsageError` where mask or positions have another shape or holes, or count otherwise than 0, 1, 2, … in a context.
-    """
+    """Return the position of each token in its own context, −1 where a row is padded; or `UsageError`."""
     if attention_mask is None and position_ids is None:
         return torch.arange(ids.shape[-1], device="cpu").expand(ids.shape)
     mask = torch.ones(ids.shape, dtype=torch.bool) if attention_mask is None else attention_mask

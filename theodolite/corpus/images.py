@@ -81,8 +81,7 @@ class TransformedImages:
     Of a checkpoint it is `models.image_reader(model)`; of a module of your own, make one.
 
     Args:
-        transform: from a picture of Pillow in RGB to pixel values (channels, height, width), as those of timm and
-            torchvision; the same for the same picture.
+        transform: from a picture of Pillow in RGB to pixel values (channels, height, width), always the same.
         patch: height and width of a patch in pixels.
         before: names of the tokens before the patches; () where there are none.
         mean, deviation: of each colour, by which the transform normalised; to show pictures in reports.

@@ -18,8 +18,8 @@ from theodolite.corpus.spec import DOCS, KEYWORDS, PRESETS, PYTHON_TEXTS, RANDOM
 from theodolite.corpus.special_tokens import Tokenizer, frame_of
 from theodolite.errors import UsageError
 
-CHARACTERS, AT_THE_CUT = 6, 64
-"""Characters that are first read for each token wanted; tokens beside a cut, which may be others in the whole text."""
+CHARACTERS = 6  # that are first read for each token wanted
+AT_THE_CUT = 64  # tokens beside a cut, which may be others in the whole text
 
 
 def make_corpus(
