@@ -222,8 +222,9 @@ def test_special_tokens_at_the_end_are_apart_however_long_the_text(tmp_path):
     model = open_model(tmp_path)
     generator = np.random.default_rng(5)
     texts = ["".join(generator.choice(list("abcdefghijk"), size)) for size in (30, 12, 22, 30, 9, 30)]
-    encoded = model.required_tokenizer()(texts, padding=True, return_tensors="pt")
-    corpus = Corpus.from_ids(encoded["input_ids"], attention_mask=encoded["attention_mask"])
+    own = [torch.tensor(ids) for ids in model.required_tokenizer()(texts)["input_ids"]]
+    ids = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=NO_TOKEN)
+    corpus = Corpus.from_ids(ids, attention_mask=ids != NO_TOKEN)
     run = survey(model, corpus, batch=3)
     with torch.no_grad():
         states = [
