@@ -1,7 +1,6 @@
 """theodolite surveys the geometry of attention in any Hugging Face transformer.
 
-The public names are imported when they are first used. No module may bear the name of a public function: importing it
-would hide the function.
+No module may bear the name of a public function: importing it would hide the function.
 """
 
 from __future__ import annotations

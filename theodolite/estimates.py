@@ -23,10 +23,8 @@ INTERVAL = f"the {CONFIDENCE:.0%} interval".replace("%", "\u00a0%")
 class Estimate:
     """A number with its standard error (NaN: none known, so that nothing is decided) and what the error rests on.
 
-    Attributes:
-        n: how many independent things the error rests on. of: what they are ("seeds").
-        by_chance: the error follows from n, as that of a share of n trials does, and is no estimate from their spread.
-        is_exact: no other sample would give another number: see `exact`.
+    It rests on `n` independent things, called `of` ("seeds"). `by_chance`: it follows from n, as that of a share of n
+    trials does, and is no estimate from their spread. `is_exact`: see `exact`.
     """
 
     value: float
@@ -42,18 +40,15 @@ class Estimate:
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
-        """Make a number without sampling error: a formula in closed form, a function of the weights, a count over all.
-
-        What was measured on some contexts, prompts, seeds or models is none of these.
-        """
+        """Make a number without sampling error: a formula in closed form, a function of weights, a count over all."""
         return cls(float(value), 0.0, is_exact=True)
 
     @classmethod
     def share(cls, share: float, count: float, of: str) -> Estimate:
         """Make a share of `count` independent trials, with the largest standard error that such a share can have.
 
-        That is the one at a share of ½ (against a criterion of ½, the score test), so that 0 or n of few trials do not
-        look certain. Half a trial is added to the interval (Yates's correction).
+        That is the one at a share of ½, so that 0 or n of few trials do not look certain. Half a trial is added to the
+        interval (Yates's correction).
         """
         error = 0.5 / math.sqrt(count) + 0.5 / count / SIGMAS
         return cls(share, error, max(1, round(count)), of, by_chance=True)
@@ -69,11 +64,8 @@ class Estimate:
         """Widen the interval to span·(1 − 0.025^{1/n}) or more on either side: no spread is no certainty.
 
         What was alike in n things is otherwise in up to that share of all (Clopper & Pearson's bound). For numbers that
-        take few values: shares, counts. Where no error is known, none is given.
-
-        Args:
-            span: how far apart the numbers of two things can be: 1 of shares.
-            count: n, if the error rests on fewer, as on parts of n contexts.
+        take few values: shares, counts; two of them are at most `span` apart. `count` is n, if the error rests on
+        fewer, as on parts of n contexts.
         """
         if self.n < 2:
             return self
@@ -120,10 +112,9 @@ class Estimates:
 
     @property
     def looks(self) -> int:
-        """The number of intervals that share the 5 %: those of a claim on more than half of N, ⌈N/2⌉.
+        """The number of intervals that share the 5 % of a claim on more than half of N: ⌈N/2⌉.
 
-        Such a claim holds by mistake no more often than 2.5 %, however the numbers depend on each other (Bonferroni's
-        bound for a partial conjunction, Benjamini & Heller 2008).
+        That is Bonferroni's bound for a partial conjunction (Benjamini & Heller 2008).
         """
         return max(1, math.ceil(np.isfinite(self.values).sum() / 2))
 

@@ -1,8 +1,7 @@
 """Judge a number against a criterion: the verdict on a claim, and its evidence.
 
-One rule: a claim holds where the whole 95 % interval of its number is on the right side of the criterion, and fails
-where all of it is on the other; else nothing is decided. A number whose error nobody knows has no interval; an exact
-one says so. Nothing here reads a run, draws or writes.
+A claim holds where the whole 95 % interval of its number is on the right side of the criterion, and fails where all of
+it is on the other; else nothing is decided.
 """
 
 from __future__ import annotations
@@ -50,10 +49,8 @@ class Judged:
 class Verdict:
     """A claim of the paper, the answer, and the numbers behind it.
 
-    Attributes:
-        rule, parts: how the answer follows, and from what.
-        withheld: why the answer that follows is not given after all, and the claim not decided; empty: it is given.
-        experiment: which one judged it, where verdicts of several are collected.
+    `rule` and `parts` say how the answer follows, and from what; `withheld` why it is not given after all;
+    `experiment`, where verdicts of several are collected, which one judged it.
     """
 
     claim: str
@@ -76,8 +73,7 @@ class Criterion:
     """A limit, the side of it on which the claim holds, and where the limit comes from.
 
     Of "more than" and "less than", a tie decides neither. "within" is an equivalence test: a difference is at most the
-    limit in size, its whole interval included. Beyond the limit by less than `negligible` is no difference worth a
-    claim: an interval must be on one side of what lies so far beyond it.
+    limit in size, its whole interval included. An interval must be on one side of what is `negligible` beyond a limit.
     """
 
     side: Side
@@ -126,17 +122,14 @@ def independent(verdicts: Sequence[Verdict]) -> list[Verdict]:
 
 
 def judge(claim: str, what: str, estimate: Estimate | Estimates | float, criterion: Criterion) -> Verdict:
-    """Compare a number with its criterion, or one a layer, more than half of which must then meet it.
+    """Compare a number with its criterion, or one a layer, more than half of which must then meet it (`most`).
 
-    Within the margin of the criterion, at a tie, or without a standard error, nothing is decided; such a layer counts
-    for neither side. A mean that rests on one thing alone (one seed) has no margin, and says nothing.
-
-    Layers are judged by `most`; their intervals are wider (`Estimates.looks`), so that chance among many decides no
-    more often than with one.
+    Within the margin of the criterion, at a tie, or without a standard error (as of a float), nothing is decided; such
+    a layer counts for neither side. A mean that rests on one thing alone (one seed) has no margin, and says nothing.
+    Intervals of layers are wider (`Estimates.looks`), so that chance among many decides no more often than with one.
 
     Args:
         what: name of the number, with what it is taken over ("mean rank of 13 layers").
-        estimate: the number; a float has no error: `Estimate.exact` for one that needs none.
     """
     if isinstance(estimate, Estimates):
         return _judge_layers(claim, what, estimate, criterion)
@@ -209,10 +202,7 @@ def unless_explained(verdict: Verdict, answer: Answer, explanation: str) -> Verd
 
 
 def contexts_needed(verdict: Verdict, contexts: int) -> str:
-    """Say how many contexts would decide what so many do not, "about 300 contexts would"; empty where nobody knows.
-
-    For a number of the size seen, beyond a standard error, whose error falls as one over the root of the contexts.
-    """
+    """Say how many contexts would decide what so many do not, if its number stays: the error falls as their root."""
     rows = [part for part in verdict.parts if isinstance(part, Judged)]
     of_contexts = contexts > 0 and all(row.estimate.of.endswith("contexts") for row in rows)
     if verdict.answer != UNDECIDED or verdict.withheld or not of_contexts:
@@ -265,8 +255,7 @@ def _joined(claim: str, parts: Sequence[Verdict], rule: Rule, answer: Answer) ->
 def table(verdicts: Sequence[Verdict]) -> pd.DataFrame:
     """Tabulate every verdict and every number behind it, from which the answers can be found again.
 
-    `place`: "2" for the second verdict, "2.1" for the first thing that it follows from. A verdict has `rule`, and
-    `withheld` where its answer was; a number has all other columns; collected verdicts have their `experiment`.
+    `place`: "2" for the second verdict, "2.1" for the first thing that it follows from.
     """
     rows: list[dict[str, Any]] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -109,6 +109,14 @@ def criterion(name: str, **values: Any) -> Criterion:
     return _criterion(declarations()[f"{group}/claims"].criteria[own], **values)
 
 
+def shown(items: Sequence[Item], what: str, show: ShowStage) -> Iterator[Item]:
+    """Yield the items, and show how many of them are done."""
+    for done, item in enumerate(items):
+        show(what, done, len(items))
+        yield item
+    show(what, len(items), len(items))
+
+
 def share_of_heads(are_so: Iterable[bool], criterion: Criterion) -> Estimate:
     """Estimate the share of a model's heads that meet a condition, with the error at the criterion's limit.
 
@@ -178,6 +186,7 @@ def claims(of: Declaration, experiments: list[Experiment]) -> Experiment:
     return collected
 
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 

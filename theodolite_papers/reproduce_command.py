@@ -169,8 +169,6 @@ def _surveyed(request: _Request, focus: Focus) -> tuple[Study, Path]:
         raise UsageError(f"{model.id} reads no text, which all experiments are on: use theodolite survey")
     if focus.layer is not None or focus.head is not None:
         model.check_place(focus.layer or 0, focus.head or 0)  # fail before the survey
-    if request.text.no_pack:
-        raise UsageError("the experiments compare positions of contexts of one length: leave out --no-pack")
     text, second = request.text, None
     if text.corpus is None and is_adder(model):
         refuse_unread("additions have no labels", {"--per-label": text.per_label})

@@ -404,13 +404,6 @@ def test_a_reader_that_leaves_is_no_error():
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
 
 
-def test_broken_pipes_of_our_own_are_told(capsys):
-    with pytest.raises(Exit) as ended, one_line_errors():
-        raise BrokenPipeError("a worker is gone")
-    assert ended.value.exit_code == 1
-    assert "BrokenPipeError: a worker is gone" in capsys.readouterr().err
-
-
 def test_deepspeed_writes_nothing_in_front_of_json(tmp_path):
     """Oracle: its logger, whose handler writes to standard output, after a command has begun."""
     CliRunner().invoke(app, ["runs", str(tmp_path)])

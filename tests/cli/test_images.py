@@ -86,8 +86,8 @@ def test_models_are_compared_on_images(model, images, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("survey", "MODEL"), "the model reads images: give a folder of them, or hf:NAME"),
-        (("survey", "MODEL", "--corpus", "docs"), "the model reads images, and docs is text"),
+        (("survey", "MODEL"), "the model reads images, and docs is text: give a folder of images"),
+        (("survey", "MODEL", "--corpus", "hf:a/b"), "the model reads images, and hf:a/b is text"),
         (("survey", "MODEL", "--corpus", "IMAGES", "--length", 8), "leave out --length"),
         (("survey", "MODEL", "--corpus", "IMAGES", "--label-by", "row"), "leave out --label-by row"),
         (("survey", "MODEL", "--corpus", "IMAGES", "--shard", "1/2"), "shards are of text, not of images"),

@@ -25,7 +25,6 @@ TURNS = [
     {"role": "user", "content": "What is the sum of one and two, please?"},
     {"role": "assistant", "content": "Three."},
 ]
-SHAREGPT = [{"from": "human", "value": TURNS[0]["content"]}, {"from": "gpt", "value": TURNS[1]["content"]}]
 
 
 @pytest.fixture
@@ -51,10 +50,9 @@ def written(folder: Path, rows: list[Any], suffix: str = ".jsonl") -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("turns", [TURNS, SHAREGPT], ids=["roles", "sharegpt"])
-def test_a_context_of_a_conversation_is_what_the_template_makes_of_it(tmp_path, chats, turns, suffix):
+def test_a_context_of_a_conversation_is_what_the_template_makes_of_it(tmp_path, chats, suffix):
     whole = chats.apply_chat_template(TURNS, tokenize=True, return_dict=True)["input_ids"]
-    path = written(tmp_path, [turns], suffix)
+    path = written(tmp_path, [TURNS], suffix)
     corpus = Corpus.from_path(path, chats, len(whole), text_column="messages")
     assert corpus.contexts.tolist() == [whole]
     assert whole.count(chats.bos_token_id) == 1

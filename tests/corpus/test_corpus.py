@@ -252,7 +252,6 @@ def test_random_tokens_are_uniform_and_never_special() -> None:
         (lambda t: Corpus.from_texts(["abc"], t, 4, contexts=0), r"use a number \(--contexts\) above 0"),
         (lambda t: Corpus.from_texts("abc", t, 4), "give a list of texts"),
         (lambda t: Corpus.from_texts(["abc"], t, 4, labels=["x", "y"]), "1 texts and 2 labels"),
-        (lambda t: Corpus.random_tokens(0, 4, 1), "vocabulary of 0"),
         (lambda t: Corpus.random_tokens(5, 4, 0), r"use a number \(--contexts\) above 0"),
         (lambda t: Corpus.from_texts(["a b c"], framed(["<s>"] * 3, ["</s>"]), 4), "use a larger --length"),
         (lambda t: Corpus.from_texts(["a b"], framed(["<s>"], []), 8), "longest text has 3;"),
@@ -329,7 +328,7 @@ def test_a_sample_of_labels_and_of_their_contexts_is_uniform() -> None:
     found = [(label, 3 * number + index) for number, label in enumerate("abcd") for index in range(3)]
     for rows in (False, True):
         samples = (choose([*found, ("e", 99)], Choice(4, seed, 2, rows)) for seed in range(1500))
-        counts = np.bincount([item for sample in samples for item in sample.items], minlength=12)
+        counts = np.bincount([item for sample in samples for item in sample[1]], minlength=12)
         assert counts.sum() == 6000
         assert scipy.stats.chisquare(counts).pvalue > 0.001
 
@@ -350,7 +349,7 @@ def test_a_stream_is_read_until_enough_labels_are_complete(plain, data_set, rows
     [
         (
             {"per_label": 10},
-            "no label of .* has 10 contexts of 4 tokens: 'z' has the most, 9; use a smaller --per",
+            "no label has 10 contexts: 'z' has the most, 9; use a smaller --per",
         ),
         ({"per_label": 0}, r"use a number \(--per-label\) above 0"),
         ({"per_label": 3, "contexts": 2}, "--contexts 2 is fewer than --per-label 3"),
@@ -435,7 +434,7 @@ def test_the_tokens_read_so_far_are_told_and_reading_may_be_stopped(tmp_path):
     tokenizer, text = byte_tokenizer(), "the theodolite stands on its tripod " * 4000
     (tmp_path / "text.txt").write_text(text)
     told: list[int] = []
-    Corpus.from_path(tmp_path / "text.txt", tokenizer, 16, show_tokens=told.append)
+    make_corpus(tmp_path / "text.txt", tokenizer, 16, Choice(None, show=told.append))
     assert told == sorted(told)
     assert len(told) > 1
     assert told[-1] == len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -444,7 +443,7 @@ def test_the_tokens_read_so_far_are_told_and_reading_may_be_stopped(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Corpus.from_path(tmp_path / "text.txt", tokenizer, 16, show_tokens=stop)
+        make_corpus(tmp_path / "text.txt", tokenizer, 16, Choice(None, show=stop))
 
 
 def test_token_ids_are_a_corpus_as_they_are():

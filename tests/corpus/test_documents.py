@@ -90,7 +90,7 @@ def test_compressed_files_are_what_is_in_them(tmp_path: Path, suffix: str) -> No
         compressed.write_bytes(COMPRESSORS[suffix](path.read_bytes()))
         assert [d.text for d in read_path(compressed)] == [d.text for d in read_path(path)]
         compressed.write_bytes(compressed.read_bytes()[:-9])
-        with pytest.raises(UsageError, match=r"cannot be decompressed .*; compress it anew"):
+        with pytest.raises(UsageError, match=r"cannot be decompressed .*: compress it anew"):
             list(read_path(compressed))
     (tmp_path / "d.txt.zst").write_bytes(b"x")
     with pytest.raises(UsageError, match=r"pip install backports\.zstd|cannot be decompressed"):
@@ -118,12 +118,12 @@ def test_a_reader_of_another_kind_is_a_function_and_a_line(tmp_path: Path, monke
         ("a.pdf", b"x", re.escape(f"a.pdf is not one of {' '.join(READERS)}")),
         ("a.txt", b"", "is empty"),
         ("a.txt", b" \n\t", "is empty"),
-        ("a.txt", b"abc\0def", r"binary \(NUL in line 1\)"),
-        ("a.md", b"abcd\xff", r"not UTF-8 \(at byte 4\); say what it is by --encoding"),
+        ("a.txt", b"abc\0def", r"binary \(it holds NUL\)"),
+        ("a.md", b"abcd\xff", r"not UTF-8 \(.*\); say what it is by --encoding"),
         ("a.jsonl", b"\n\n", "is empty"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
         ("a.jsonl", b'{"text": "a"}\n[1]\n', "line 2 is not a JSON object"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"not UTF-8 \(at byte 24\)"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"not UTF-8 \(invalid start byte\)"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', r"no column 'text' \(it has: body, id\)"),
         ("a.jsonl", b'{"text": 7}\n', "holds no text"),
         ("a.parquet", b"", "is empty"),

@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -19,7 +18,6 @@ from theodolite.corpus import images
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.images import PatchGrid
 from theodolite.corpus.named import make_corpus
-from theodolite.corpus.sampling import Choice
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import image_reader, open_model
 
@@ -71,7 +69,7 @@ def test_as_many_of_each_label(folder, reader):
     assert sorted(corpus.label_names[label] for label in corpus.labels) == ["cat"] * 3 + ["dog"] * 3
     balance = {"per_label": 3, "labels_too_short": 1, "labels_not_drawn": 0}
     assert corpus.selection == balance | {"labels_are": "folders"}
-    with pytest.raises(UsageError, match=r"no label of .* has 9 images: '\w+' has the most, 4"):
+    with pytest.raises(UsageError, match=r"no label has 9 contexts: '\w+' has the most, 4"):
         Corpus.from_path(folder, reader, per_label=9)
 
 
@@ -130,6 +128,9 @@ def test_places_without_images_are_refused(tmp_path, reader):
         Corpus.from_path(tmp_path / "nowhere", reader)
     with pytest.raises(UsageError, match=r"notes\.txt is not one of \.png"):
         Corpus.from_path(tmp_path / "notes.txt", reader)
+    Image.new("I;16", (16, 16)).save(tmp_path / "deep.png")
+    with pytest.raises(UsageError, match=r"deep\.png cannot be read .*more than 8 bits"):
+        Corpus.from_path(tmp_path / "deep.png", reader)
 
 
 def test_images_of_several_sizes_are_refused(folder, reader):
@@ -156,29 +157,6 @@ def test_transparent_grey_and_turned_images_are_read_upright_in_colour(tmp_path,
         np.testing.assert_allclose(
             corpus.inputs(slice(0, 3))[found[letter]], vision.pixels_of(image), atol=1e-6
         )
-
-
-def dataset(count: int = 6) -> datasets.Dataset:
-    rows = {"picture": [vision.picture(i) for i in range(count)], "label": [i % 2 for i in range(count)]}
-    named = datasets.ClassLabel(names=["cat", "dog"])
-    return datasets.Dataset.from_dict(
-        rows, features=datasets.Features({"picture": datasets.Image(), "label": named})
-    )
-
-
-def test_a_data_set_by_name(tmp_path, reader):
-    (tmp_path / "data").mkdir()
-    dataset().to_parquet(tmp_path / "data" / "train.parquet")
-    corpus = make_corpus(f"hf:{tmp_path / 'data'}", reader, None, Choice(4))
-    assert len(corpus.contexts) == 4
-    assert set(corpus.label_names) == {"cat", "dog"}
-    for name, index in by_name(corpus).items():
-        row = int(name.split()[-1]) - 1
-        assert corpus.label_names[corpus.labels[index]] == ["cat", "dog"][row % 2]
-        pixels = vision.pixels_of(vision.picture(row))
-        np.testing.assert_allclose(corpus.inputs(slice(index, index + 1))[0], pixels, atol=1e-6)
-    with pytest.raises(UsageError, match="has no column of images"):
-        Corpus.from_path(f"hf:{tmp_path / 'data'}", reader, contexts=4, text_column="label")
 
 
 def test_a_tokenizer_finds_no_text_in_a_folder_of_images(folder):

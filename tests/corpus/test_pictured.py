@@ -178,7 +178,6 @@ def test_the_command_reads_pictures_and_says_where_it_does_not(llava, table, tmp
     assert "to_image" not in Run.load(tmp_path / "plain").heads
     for words, said in (
         ((*with_images, 8), "no picture has room in a context of 8 tokens"),
-        ((*with_images, 64, "--no-pack"), "each row is a context of its own"),
         ((*with_images, 64, "--shard", "1/2"), "not of images"),
         ((*given, "--image-column", "photo"), "no column 'photo'"),
         ((*with_images, 64, "--source-column", "text"), "each row is a context of its own"),

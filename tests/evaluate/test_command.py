@@ -222,10 +222,7 @@ NOTHING = "nothing has such an option: leave out "
         ("--corpus TEXT --task few-shot --shots 17", "few-shot takes up to 16 examples: use --shots 0-16"),
         ("--task few-shot --batch 0", "a batch of 0 prompts reads nothing"),
         ("--task few-shot --shots six", "--shots six: give numbers and spans"),
-        *(
-            (f"--task few-shot {option}", NO_TEXT + option.split()[0])
-            for option in ("--length 64", "--no-pack")
-        ),
+        ("--task few-shot --length 64", NO_TEXT + "--length"),
         ("--tasks FOLDER --text-column body", NO_TEXT + "--text-column"),
         ("--corpus TEXT --stride 16 --per-label 4", "leave out --per-label"),
         ("--corpus TEXT --as-published", "begin as it does: leave out --as-published"),

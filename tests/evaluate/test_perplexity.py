@@ -17,6 +17,7 @@ from tests.slow import slow_but
 from tests.tokenizers import framed
 from theodolite import open_model
 from theodolite.corpus.corpus import Corpus
+from theodolite.corpus.cutting import tokenized
 from theodolite.corpus.named import make_stream
 from theodolite.corpus.spec import HELD_OUT_TOPICS, python_topics
 from theodolite.errors import UsageError, WorkError
@@ -108,8 +109,8 @@ def test_bytes_are_the_text_s(normalizer, words):
     if normalizer:
         before = [normalizers.NFD()] if isinstance(normalizer, normalizers.StripAccents) else []
         tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*before, normalizer])
-    whole = Corpus.from_texts([SPELLED * 4], tokenizer, 1000, pack=False)
-    assert whole.text_bytes.sum() == 4 * len(SPELLED.encode())
+    _, sizes = tokenized(tokenizer, SPELLED * 4)
+    assert sizes.sum() == 4 * len(SPELLED.encode())
     apart = Corpus.from_texts(["a b c  \n" * 40], tokenizer, 14 if words else 16)
     # The first has no white space before it, and the last more behind.
     assert (apart.text_bytes.sum(1)[1:-1] == (32 if words else 16)).all()

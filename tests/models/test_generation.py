@@ -138,7 +138,7 @@ def test_what_cannot_write_is_refused_by_name(opened):
     with pytest.raises(UsageError, match=r"12 tokens and 60 .* the 64 .*: give a shorter --length"):
         continued(model, corpus, 60)
     ragged = Corpus.from_ids(corpus.contexts, attention_mask=torch.ones(2, LENGTH).tril(8))
-    with pytest.raises(UsageError, match="leave out --no-pack"):
+    with pytest.raises(UsageError, match="give those of one length"):
         continued(model, ragged, 4)
     longrope = open_model(writer(transformers.LlamaConfig(**SIZES, rope_parameters=LONGROPE)))
     with pytest.raises(WorkError, match=r"differ by .* from those of the finished text read at once"):

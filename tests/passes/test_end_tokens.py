@@ -21,7 +21,7 @@ from theodolite import Corpus, constituents, open_model, survey, trace_sinks
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.attention.piecewise import empirical_propagation
 from theodolite.attention.summary import last_query
-from theodolite.corpus.special_tokens import trailing_special_tokens
+from theodolite.corpus.special_tokens import special_ends
 from theodolite.models import OpenModel
 from theodolite.passes.run import Run
 from theodolite.sinks.outliers import find_outliers
@@ -82,10 +82,10 @@ def dense(model: OpenModel, corpus: Corpus) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_which_tokens_stand_behind_a_text_is_seen_from_the_tokenizer(corpus: Corpus) -> None:
-    assert trailing_special_tokens(word_piece(), corpus.contexts) == 1
-    assert trailing_special_tokens(word_piece(), corpus.contexts[:, :-1]) == 0
-    assert trailing_special_tokens(checkpoints.byte_tokenizer(), corpus.contexts) == 0
-    assert trailing_special_tokens(None, corpus.contexts) == 0
+    assert corpus.trailing(word_piece()) == 1
+    assert special_ends(word_piece(), corpus.contexts[:, :-1])[1] == 0
+    assert corpus.trailing(checkpoints.byte_tokenizer()) == 0
+    assert corpus.trailing(None) == 0
 
 
 def test_layers_are_measured_on_the_text_alone(run: Run, dense: tuple[np.ndarray, np.ndarray]) -> None:

@@ -19,7 +19,6 @@ from tests import checkpoints, dense
 from tests.tokenizers import framed
 from theodolite import Corpus, open_model, survey, trace_sinks
 from theodolite.corpus.cutting import NO_TOKEN
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.evaluate.perplexity import perplexity
 from theodolite.models import OpenModel
@@ -215,29 +214,6 @@ def test_loss_is_a_mean_over_tokens(opened):
     assert found.loss_se == pytest.approx(expected, rel=1e-6)
 
 
-def test_short_documents_are_contexts_of_their_own():
-    """Oracle: the tokenizer's own ids of each text, cut by hand."""
-    tokenizer = framed_tokenizer()
-    texts = ["abcdefghijk", "abc", "a", "kjihgfedcba", "abcdef"]
-    corpus = Corpus.from_texts(texts, tokenizer, 8, labels=list("vwxyz"), pack=False)
-    expected = []
-    for text, label in zip(texts, "vwxyz", strict=True):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        bodies = [ids[start : start + 6] for start in range(0, len(ids), 6)]
-        expected += [([1, *body, 2], label) for body in bodies if len(body) >= 2]
-    found = [
-        (own[own != NO_TOKEN].tolist(), corpus.label_names[label])
-        for own, label in zip(corpus.contexts, corpus.labels.tolist(), strict=True)
-    ]
-    assert sorted(found) == sorted(expected)
-    assert corpus.selection == {"too_short": 1}
-    assert [len(own) for own, _ in found] == [8, 7, 5, 8, 7, 8]  # in reading order, an eighth has one context
-    assert trailing_special_tokens(tokenizer, corpus.contexts, corpus.lengths) == 1
-    assert len(corpus.tokens) == 43
-    packed = Corpus.from_texts(texts, tokenizer, 8, labels=list("vwxyz"))
-    assert packed.lengths is None
-
-
 def test_special_tokens_at_the_end_are_apart_however_long_the_text(tmp_path):
     """Oracle: hidden states of each context alone, without [CLS] and [SEP]."""
     bert = checkpoints.build("bert")
@@ -246,7 +222,9 @@ def test_special_tokens_at_the_end_are_apart_however_long_the_text(tmp_path):
     model = open_model(tmp_path)
     generator = np.random.default_rng(5)
     texts = ["".join(generator.choice(list("abcdefghijk"), size)) for size in (30, 12, 22, 30, 9, 30)]
-    corpus = Corpus.from_texts(texts, model.required_tokenizer(), 32, pack=False)
+    own = [torch.tensor(ids) for ids in model.required_tokenizer()(texts)["input_ids"]]
+    ids = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=NO_TOKEN)
+    corpus = Corpus.from_ids(ids, attention_mask=ids != NO_TOKEN)
     run = survey(model, corpus, batch=3)
     with torch.no_grad():
         states = [

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from theodolite.system.shared import Shared
+from theodolite.system.processor import Shared
 
 
 def test_the_first_user_opens_and_the_last_one_closes_in_whatever_order():

@@ -11,13 +11,12 @@ from typing import Annotated
 import typer
 
 from theodolite import __version__
-from theodolite.cli.compare import compare_command
-from theodolite.cli.evaluate import evaluate_command
 from theodolite.cli.explore import explore_command
 from theodolite.cli.options import with_option_groups
 from theodolite.cli.prune import prune_command
 from theodolite.cli.runs import exclude_command, report_command, runs_command
 from theodolite.cli.screen import escape_unwritable, explain_command, one_line_errors, show_tracebacks
+from theodolite.cli.several import compare_command, evaluate_command
 from theodolite.cli.survey import merge_command, spectra_command, survey_command, trace_command
 from theodolite.errors import UsageError, first_line
 

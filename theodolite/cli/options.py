@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from theodolite.cli.screen import bars, print_json, say_dimly, screen
-from theodolite.corpus.documents import IMAGE_COLUMN, READERS, TABLES, Columns, holds_images
+from theodolite.corpus.documents import READERS, TABLES, Columns, holds_images
 from theodolite.corpus.spec import KEYWORDS, check_spec
 from theodolite.errors import UsageError
 from theodolite.system import embedded
@@ -228,7 +228,6 @@ class Text:
         "[default: a table's column label or topic, titles of WikiText's articles, subfolders of images]."
     )
     encoding: str | None = option("Of files without a byte order mark, as latin-1 [default: utf-8].")
-    no_pack: bool = option("Each document by itself, in contexts of its own length.", False, "--no-pack")
 
     default_contexts: ClassVar[int] = DEFAULT_CONTEXTS
 
@@ -290,12 +289,6 @@ class Text:
                 corpus = self._read(model, reader, show)
         for line in _remarks(corpus, "contexts" if stride is None else "windows"):
             say_dimly(f"{corpus.name}: {line}")
-        if corpus.selection.get("unread_images") and hasattr(
-            getattr(model.root, "config", None), "image_token_id"
-        ):
-            say_dimly(
-                f"{corpus.name}: only its texts are read; its images too with --image-column {IMAGE_COLUMN}"
-            )
         return corpus
 
     def length_for(self, model: OpenModel, written: int = 0) -> int:
@@ -312,7 +305,7 @@ class Text:
         if contexts is None and not every:
             contexts = max(self.default_contexts, self.per_label or 0)
         length = self.length if model.vocabulary is None else self.length_for(model)
-        choice = Choice(contexts, self.seed, self.per_label, pack=not self.no_pack, show=show)
+        choice = Choice(contexts, self.seed, self.per_label, show=show)
         return make_corpus(self.corpus, reader, length, choice, self.columns)
 
     def given(self) -> dict[str, object]:
@@ -335,14 +328,10 @@ class PairedText(Text):
         return replace(super().columns, source=self.source_column, image=self.image_column)
 
     def check(self) -> None:
-        """As of any text; rows with a source or an image are not packed."""
+        """As of any text; a model reads either a source or an image beside it."""
         super().check()
-        alone: dict[str, object] = {"--no-pack": self.no_pack}
-        if self.image_column is not None:
-            refuse_unread("with --image-column each row is a context of its own", alone)
         if self.source_column is not None:
-            alone |= {"--image-column": self.image_column}
-            refuse_unread("with --source-column each row is a context of its own", alone)
+            refuse_unread("--source-column gives each row a source", {"--image-column": self.image_column})
 
     def _read(self, model: OpenModel, reader: Any, show: Callable[[int], None]) -> Corpus:
         if self.image_column is None and self.source_column is None:

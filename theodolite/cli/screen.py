@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -58,23 +57,14 @@ def one_line_errors(*, saves: bool = True) -> Iterator[None]:
     except KeyboardInterrupt:
         _say_error("interrupted; rerun the command to resume" if saves else "interrupted")
         raise typer.Exit(130) from None
+    except BrokenPipeError:  # the reader of standard output has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at the end
+        raise typer.Exit(141) from None  # as a shell says of a program that SIGPIPE ended
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _reader_left():
-            raise typer.Exit(141) from None  # as a shell says of a program that SIGPIPE ended
         if _tracebacks:
             raise
         _say_error(str(error) if isinstance(error, TheodoliteError) else _line_of(error))
         raise typer.Exit(getattr(error, "exit_status", 1)) from None
-
-
-def _reader_left() -> bool:
-    """Tell whether the reader of standard output has ended, as `| head` does."""
-    try:
-        print(flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at the end
-        return True
-    return False
 
 
 def _line_of(error: Exception) -> str:
@@ -123,33 +113,23 @@ def bars(
     stopped: Callable[[], bool], *, of: str = "", unit: str = "", kept: bool = True
 ) -> Iterator[Callable[[str, int, int], None]]:
     """Show progress bars, called with (task, done, total), titled `of`: task; a call raises once `stopped()`."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-    )
-    display = Progress(*columns, console=screen, transient=not kept)
-    begun: dict[str, tuple[TaskID, float, int]] = {}  # bar, start time, steps done before
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit)
+    display = Progress(*columns, TimeRemainingColumn(), console=screen, transient=not kept)
+    tasks: dict[str, TaskID] = {}
 
     def show(what: str, done: int, total: int) -> None:
         if stopped():
             raise KeyboardInterrupt
-        if not begun:
+        if not tasks:
             display.start()  # not before, so that usage errors appear without a bar
-        if what not in begun:
-            title = f"{of}: {what}" if of else what
-            begun[what] = display.add_task(title, rate="", total=total), time.monotonic(), done
-        task, started, before = begun[what]
-        seconds = time.monotonic() - started
-        rate = f"{(done - before) / seconds:.1f}" if done > before and seconds > 0 else ""
-        display.update(task, completed=done, total=total, rate=f"{rate} {unit}/s" if rate else unit)
+        if what not in tasks:
+            tasks[what] = display.add_task(f"{of}: {what}" if of else what)
+        display.update(tasks[what], completed=done, total=total)
 
     try:
         yield show
     finally:
-        if begun:
+        if tasks:
             display.stop()
 
 

@@ -1,7 +1,4 @@
-"""Make a corpus of a text or of images: non-overlapping contexts with labels, a hash and a seed.
-
-`documents.py` finds and reads texts, `images.py` images; `cutting.py` cuts and `sampling.py` chooses.
-"""
+"""Make a corpus of a text or of images: non-overlapping contexts with labels, a hash and a seed."""
 
 from __future__ import annotations
 
@@ -30,9 +27,9 @@ from theodolite.corpus.images import (
     choose_images,
     pictures_at,
 )
-from theodolite.corpus.sampling import LEAST_LENGTH, Choice, check_length, choose, show_nothing
+from theodolite.corpus.sampling import ALL, LEAST_LENGTH, Choice, check_length, choose
 from theodolite.corpus.spec import DOCS, HELD_OUT, PYTHON_LABELS, PYTHON_TEXTS, RANDOM
-from theodolite.corpus.special_tokens import Tokenizer, drawable_ids, trailing_special_tokens
+from theodolite.corpus.special_tokens import Tokenizer, drawable_ids, special_ends
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
@@ -46,32 +43,25 @@ class Corpus:
     Cutting. Each document that fills a context is cut into non-overlapping contexts on its own, and the remainder is
     dropped. Shorter documents (rows of a table, lines) are packed with others of the same label, in reading order, with
     the tokenizer's end-of-sequence token between them (or its separator). What the tokenizer puts around a sequence
-    ([CLS] … [SEP], a beginning-of-sequence token) is in every context, within its T tokens. With `pack=False` nothing
-    is packed and nothing dropped: short documents and remainders are contexts of their own length.
+    ([CLS] … [SEP], a beginning-of-sequence token) is in every context, within its T tokens.
 
     Sampling. Of more contexts than asked for, a seeded sample without replacement is kept, in reading order. A text is
     read until it gave `READ_TOKENS` tokens and `sampling.READ_AHEAD` times the contexts asked for. With `per_label`,
-    it is exactly so many contexts of each label: labels that have fewer are left out, and so are contexts without a
-    label; `contexts` is the maximum still.
+    it is exactly so many contexts of each label that has them, and `contexts` at most.
 
-    Labels of files and tables. `label_by` says what labels a document: "file", "folder" (its path below the folder
-    read), "column:NAME" of a table, or "row" (each has its own). None: the column `label` or `topic` of a table that
-    has one, and titles of articles.
-
-    Reading. Of conversations in `text_column` (lists of `{"role", "content"}`) the tokenizer's chat template makes
-    texts. `encoding` is that of files that are not UTF-8 and have no byte order mark. `show_tokens` is told how many
-    tokens, or images, were read so far; it may raise to stop.
+    Reading. `label_by` says what labels a document: "file", "folder" (its path below the folder read), "column:NAME" of
+    a table, or "row" (each has its own); None: the column `label` or `topic` of a table that has one, and titles of
+    articles. Of conversations in `text_column` (lists of `{"role", "content"}`) the tokenizer's chat template makes
+    texts. `encoding` is that of files that are not UTF-8 and have no byte order mark.
 
     Attributes:
         lengths: tokens of each context; None: all have T. Behind them `contexts` holds no tokens. Contexts of unlike
             lengths are not in reading order: the longest first, in each eighth of the corpus.
         labels: of each context the index of its label in `label_names`; −1: none.
         selection: for the provenance, what was asked of labels, what they are, and what was left out and why.
-        text_bytes: bytes of the text that each token stands for (`cutting.tokenized`); None where no text was read.
-        images: where the contexts are images: each has the tokens that the model makes of it, whose ids are their
-            positions. `inputs` gives what the model reads.
-        pictured: where each context has a picture in its text: its tokens have ids in the corpus that no token of a
-            text has, `pictured.first`, the next one, …, so that tables tell them apart.
+        text_bytes: bytes of the text that each token stands for; None where no text was read.
+        images: where the contexts are images, whose tokens have their positions as ids.
+        pictured: where each context has a picture in its text, whose tokens have the ids `pictured.first` and up.
         sources: where an encoder reads another text beside each context: their tokens, and behind them none.
     """
 
@@ -109,13 +99,10 @@ class Corpus:
 
     def trailing(self, tokenizer: Any) -> int:
         """Count the special tokens at the end of every context, which are measured apart, too."""
-        return trailing_special_tokens(tokenizer, self.contexts, self.lengths)
+        return special_ends(tokenizer, self.contexts, self.lengths)[1]
 
     def inputs(self, rows: slice | Tensor) -> Tensor | PicturedIds:
-        """Give the model's input of some contexts: token ids (C, T), or pixel values (C, channels, height, width).
-
-        With sources (C, 2, longest): the context's tokens, and the source's; behind the shorter ones none.
-        """
+        """Give the model's input of some contexts: ids (C, T), with sources (C, 2, longest); or pixel values."""
         if self.images is not None:
             return self.images.pixels(rows)
         if self.pictured is not None:
@@ -180,10 +167,9 @@ class Corpus:
         for name in self.label_names:
             encoded = name.encode("utf-8", "surrogatepass")
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
-        if self.images is not None:
-            digest.update(self.images.sha256.encode())
-        if self.pictured is not None:
-            digest.update(b"".join(self.pictured.tensors.digests))
+        for pictures in (self.images, self.pictured):
+            if pictures is not None:
+                digest.update(b"".join(pictures.tensors.digests))
         tensors = (self.contexts, self.labels, *(() if self.sources is None else (self.sources,)))
         for tensor in tensors:  # what is no token says where a context ends
             digest.update(tensor.numpy().astype("<i8").tobytes())
@@ -202,25 +188,20 @@ class Corpus:
         per_label: int | None = None,
         *,
         encoding: str | None = None,
-        pack: bool = True,
-        show_tokens: ShowTokens = show_nothing,
     ) -> Corpus:
-        """Read a file or folder of texts and tables (`documents.READERS`), also compressed (`.gz`, …), or of images.
+        """Read a file or folder of texts and tables (`documents.READERS`), also compressed (`.gz`, …).
 
         With `models.image_reader(model)` in place of a tokenizer, the images of a folder, labelled by its subfolders.
 
-        The path may be hf:NAME[:CONFIG[:SPLIT]], too: a data set of the Hugging Face hub, or a folder of data files,
-        streamed by `datasets`, of which images are those of the first column that has some. Reading stops when
-        `sampling.READ_AHEAD` × `contexts` contexts were found (None: `STREAMED_CONTEXTS` are asked for), of which the
-        seed chooses; with `per_label`, when so many times the labels that `contexts` has room for are whole, or after
-        `sampling.LABELS_READ_AHEAD` × `contexts` contexts.
+        The path of texts may be hf:NAME[:CONFIG[:SPLIT]], too: a data set of the Hugging Face hub, or a folder of data
+        files, streamed by `datasets` until it gave `sampling.READ_AHEAD` × `contexts` contexts, of which the seed
+        chooses (with `per_label`, so many times the labels that `contexts` has room for).
 
         A `.txt` in WikiText's format (two or more lines ` = Title = ` between empty lines) is one document an article,
-        labelled by its title, and so is a table whose rows are such lines. Any other `.txt` is one document, or one for
-        each 16 million characters.
+        labelled by its title, and so is a table whose rows are such lines. Any other `.txt` is one document.
         """
         columns = Columns(text_column, label_by, encoding, tokenizer)
-        choice = Choice(contexts, seed, per_label, columns.rows, pack=pack, show=show_tokens)
+        choice = Choice(contexts, seed, per_label, columns.rows)
         return cls.from_columns(path, tokenizer, length, columns, choice)
 
     @classmethod
@@ -234,22 +215,19 @@ class Corpus:
     ) -> Corpus:
         """Do what `from_path` does, its options gathered in `columns` and `choice`."""
         columns.check()
-        dataset = dataset_of(str(path))
-        if dataset is not None:
-            most = (
-                max(STREAMED_CONTEXTS, choice.per_label or 0) if choice.contexts is None else choice.contexts
-            )
+        choice.check()
+        name = printable(path)
+        if isinstance(tokenizer, TransformedImages):
+            if length is not None:
+                raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
+            images, balance = choose_images(name, pictures_at(path, columns), tokenizer, choice)
+            ids = torch.arange(images.grid.length).expand(len(images.pictures), -1)
+            labels = _numbered([picture.label for picture in images.pictures])
+            return cls(name, ids, *labels, choice.seed, columns.described() | balance, images)
+        if (dataset := dataset_of(str(path))) is not None:
+            name, most = dataset[0], choice.contexts or max(STREAMED_CONTEXTS, choice.per_label or 0)
             choice = replace(choice, contexts=most, streamed=True)
-        name = printable(path) if dataset is None else dataset[0]
-        if not isinstance(tokenizer, TransformedImages):
-            documents = read_path(path, columns)
-            return cls.from_documents(name, documents, tokenizer, length, choice, columns)
-        if length is not None:
-            raise UsageError("an image has as many tokens as the model makes of it: leave out --length")
-        images, sample = choose_images(name, pictures_at(path, columns), tokenizer, choice)
-        ids = torch.arange(images.grid.length).expand(len(images.pictures), -1)
-        labels = _numbered([picture.label for picture in images.pictures])
-        return cls(name, ids, *labels, choice.seed, columns.described() | sample.balance, images)
+        return cls.from_documents(name, read_path(path, columns), tokenizer, length, choice, columns)
 
     @classmethod
     def from_texts(
@@ -261,16 +239,13 @@ class Corpus:
         labels: Sequence[str] | None = None,
         seed: int = 0,
         per_label: int | None = None,
-        *,
-        pack: bool = True,
     ) -> Corpus:
         """Cut texts in memory, each with its label (None: no labels)."""
         if isinstance(texts, str):
             raise UsageError("texts is one string; give a list of texts.")
         texts = list(texts)
         documents = list(map(Document, texts, _one_each(labels, len(texts), "text")))
-        choice = Choice(contexts, seed, per_label, pack=pack)
-        return cls.from_documents("texts", documents, tokenizer, length, choice)
+        return cls.from_documents("texts", documents, tokenizer, length, Choice(contexts, seed, per_label))
 
     @classmethod
     def from_pairs(
@@ -290,7 +265,8 @@ class Corpus:
         (`model.source.target_start`) and all tokens of the target but the last, cut to `length`; beside it the tokens
         of the source, cut to `length`, too. Rows of fewer than 4 tokens are left out. `alike`: both are cut to the
         length of the shorter one, as numbers by the position of a key and of a query need (cross). `how`: `contexts`,
-        `seed`, `text_column`, `label_by`, `per_label`, `encoding` and `show_tokens`, as of `from_path`.
+        `seed`, `text_column`, `label_by`, `per_label` and `encoding`, as of `from_path`; `show_tokens` is told how
+        many tokens were read.
         """
 
         def pair(row: Document) -> tuple[list[int], list[int]] | str:
@@ -319,10 +295,8 @@ class Corpus:
 
         Each row of the path, or of hf:NAME…, is a context, not packed: what `models.pictured_text_reader(model)` makes
         of it, cut to `length`. A picture is a path, from the table's folder, or its bytes, as `datasets` stores them.
-        It stands where the text has the processor's image token, or before it; in a conversation where a turn has
-        `{"type": "image"}`, or before the user's first. Left out are rows without a picture or a text, those whose
-        picture has no room in a context (counted as `picture_cut`), and those of fewer than 4 tokens. Of many rows no
-        more are read than `sampling.READ_AHEAD` × `contexts`. `how`: as of `from_pairs`.
+        Left out are rows without a picture or a text, those whose picture has no room in a context (`picture_cut`), and
+        those of fewer than 4 tokens. `how`: as of `from_pairs`.
         """
 
         def fitting(row: Document) -> tuple[list[int], Document] | str:
@@ -339,7 +313,7 @@ class Corpus:
         ids, documents, about = _chosen_rows(
             path, fitting, length, reader.tokenizer, image=image_column, **how
         )
-        show, tokens = how.get("show_tokens", show_nothing), sum(map(len, ids))
+        show, tokens = how.get("show_tokens", ALL.show), sum(map(len, ids))
         # Read again, so that what is kept in memory is of the chosen ones alone.
         pictured = Pictured.of_documents(documents, reader, lambda: show(tokens))
         return cls._of_rows(printable(path), ids, *about, pictured=pictured)
@@ -354,10 +328,7 @@ class Corpus:
         *,
         held_out: bool = False,
     ) -> Corpus:
-        """Read the language reference inside every CPython (`pydoc_data.topics`): English, topics as labels.
-
-        The embedded model was trained on it, but for the topics of `held_out`, 30 kB without labels.
-        """
+        """Read Python's own language reference, labelled by topics; `held_out`: what the embedded model never read."""
         name = HELD_OUT if held_out else DOCS
         return cls.from_documents(name, PYTHON_TEXTS[name](), tokenizer, length, Choice(contexts, seed))
 
@@ -371,10 +342,9 @@ class Corpus:
         *,
         below: int | None = None,
     ) -> Corpus:
-        """Draw token ids uniformly and independently: from 0 … vocabulary−1, or from a tokenizer's ids.
+        """Draw token ids uniformly and independently: from 0 … vocabulary−1, or a tokenizer's ids `below` a number.
 
-        Of a tokenizer, special tokens are left out, and put around every context as in text; and so are ids from
-        `below` on, which a model with fewer embeddings than its tokenizer has tokens does not know.
+        A tokenizer's special tokens are not drawn, and put around every context as in text.
         """
         check_length(length)
         Choice(contexts).check()
@@ -395,14 +365,9 @@ class Corpus:
     ) -> Corpus:
         """Take token ids in memory, each row with its label (None: no labels); no tokenizer is needed.
 
-        A row is a context; with a mask, without its padding on the left or right; with positions that begin anew at
-        0, several packed into one. Each is read by itself, from its own position 0, and what has fewer than 4 tokens
-        is left out.
-
-        Args:
-            ids: whole numbers (rows, positions); a single row may be (positions).
-            seed: recorded; nothing is drawn.
-            attention_mask, position_ids: as a model of `transformers` takes them, shaped as `ids`.
+        A row is a context; with an `attention_mask`, without its padding on the left or right; with `position_ids` that
+        begin anew at 0, several packed into one. Each is read by itself, from its own position 0, and what has fewer
+        than 4 tokens is left out. The seed is recorded; nothing is drawn.
         """
         # A copy: what the caller does to the tensor later is not what was read.
         ids = whole_ids(ids).detach().to("cpu", torch.int64, copy=True)
@@ -433,14 +398,13 @@ class Corpus:
         if length is None:
             raise UsageError("text is cut into contexts of equal length: give a length in tokens")
         cutter = Cutter(tokenizer, length, choice)
-        sample = choose(cutter.cut(documents), choice)
-        if not sample.items:
-            raise cutter.nothing_chosen(name, sample)
+        kept_labels, kept, balance = choose(cutter.cut(documents), choice)
+        if not kept:
+            raise cutter.nothing_chosen(name)
         selection = PYTHON_LABELS.get(name, {}) if columns is None else columns.described()
-        counts = {"too_short": cutter.too_short, "tokens_read": cutter.tokens if cutter.stopped else 0}
-        selection = selection | {what: count for what, count in counts.items() if count} | sample.balance
-        ids, sizes = zip(*sample.items, strict=True)
-        return cls._of_rows(name, ids, sample.labels, choice.seed, selection, text_bytes=padded(sizes, 0))
+        selection = selection | ({"tokens_read": cutter.tokens} if cutter.stopped else {}) | balance
+        ids, sizes = zip(*kept, strict=True)
+        return cls._of_rows(name, ids, kept_labels, choice.seed, selection, text_bytes=padded(sizes, 0))
 
     @classmethod
     def _of_rows(
@@ -475,7 +439,7 @@ def _chosen_rows(
     label_by: str | None = None,
     per_label: int | None = None,
     encoding: str | None = None,
-    show_tokens: ShowTokens = show_nothing,
+    show_tokens: ShowTokens = lambda tokens: None,
 ) -> tuple[tuple[list[int], ...], tuple[Any, ...], tuple[list[str | None], int, dict[str, Any]]]:
     """Choose among what `context_of` makes of tables' rows: ids, and what is beside them; or a word why not."""
     check_length(length)
@@ -497,17 +461,17 @@ def _chosen_rows(
             show_tokens(tokens)
             yield row.label, context
 
-    sample = choose(made(), choice)
-    if not sample.items:
+    labels, kept, balance = choose(made(), choice)
+    if not kept:
         if left_out["picture_cut"]:
             raise UsageError(f"no picture has room in a context of {length} tokens: use a larger --length")
         what = f"a source and a target of {LEAST_LENGTH} tokens" if image is None else "a picture and a text"
         raise UsageError(f"no row of {printable(path)} has {what}, or its label has too few (--per-label)")
-    columns.notes.rows_without_image += left_out.pop("rows_without_image", 0)
-    selection = columns.described() | left_out | sample.balance
+    columns.notes.counts.update(left_out)
+    selection = columns.described() | balance
     selection |= {"source_column": source} if image is None else {"image_column": image}
-    rows, beside = zip(*sample.items, strict=True)
-    return rows, beside, (sample.labels, seed, selection)
+    rows, beside = zip(*kept, strict=True)
+    return rows, beside, (labels, seed, selection)
 
 
 def _numbered(labels: Sequence[str | None]) -> tuple[Int[Tensor, " contexts"], list[str]]:

@@ -12,9 +12,9 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.corpus.documents import Document, printable
+from theodolite.corpus.documents import Document
 from theodolite.corpus.groups import Groups
-from theodolite.corpus.sampling import LEAST_LENGTH, READ_AHEAD, Choice, Sample, check_length
+from theodolite.corpus.sampling import READ_AHEAD, Choice, check_length
 from theodolite.corpus.special_tokens import Tokenizer, frame_of, refuse_growth
 from theodolite.errors import UsageError, first_line
 
@@ -28,7 +28,7 @@ NO_TOKEN = -1  # behind a context shorter than the longest; no model has it, so 
 
 
 class Cutter:
-    """Cuts documents into contexts of so many tokens, as `Corpus` says, and remembers what it read and left out."""
+    """Cuts documents into contexts of so many tokens, as `Corpus` says, and remembers what it read."""
 
     def __init__(self, tokenizer: Tokenizer, length: int, choice: Choice) -> None:
         check_length(length)
@@ -37,10 +37,9 @@ class Cutter:
         self.frame = frame_of(tokenizer, length)
         self.around = len(self.frame.before) + len(self.frame.after)
         self.body = length - self.around
-        self.least = max(1, LEAST_LENGTH - self.around)
         self.enough = READ_AHEAD * choice.contexts if choice.contexts and choice.per_label is None else None
         self.short: dict[str | None, Tokens] = {}
-        self.longest = self.too_short = self.cuts = self.tokens = 0
+        self.longest = self.cuts = self.tokens = 0
         self.stopped = False
 
     def cut(self, documents: Iterable[Document]) -> Iterator[tuple[str | None, Tokens]]:
@@ -59,13 +58,7 @@ class Cutter:
                 for begin in range(0, whole, self.body):
                     yield label, self._context(pending[:, begin : begin + self.body])
                 pending, full = pending[:, whole:], full or whole > 0
-            count = pending.shape[1]
-            if not self.choice.pack and count >= self.least:
-                yield label, self._context(pending)
-            elif not self.choice.pack and count:
-                self.too_short += 1
-                self.longest = max(self.longest, count)
-            elif count and not full:
+            if pending.shape[1] and not full:
                 if not self.choice.rows:
                     packed = self.short.get(label, NO_TOKENS)
                     between = self.frame.between if packed.shape[1] else []
@@ -81,14 +74,8 @@ class Cutter:
         self.cuts += 1
         return np.concatenate([no_text(self.frame.before), body, no_text(self.frame.after)], axis=1)
 
-    def nothing_chosen(self, name: str, sample: Sample[Tokens]) -> UsageError:
+    def nothing_chosen(self, name: str) -> UsageError:
         """Say why no context was chosen, and what to do."""
-        if self.cuts and sample.longest[0]:
-            count, label = sample.longest
-            return UsageError(
-                f"no label of {name} has {self.choice.per_label} contexts of {self.length} tokens: "
-                f"'{printable(label)}' has the most, {count}; use a smaller --per-label or --length"
-            )
         if self.cuts:
             return UsageError(f"{name} has no labels: leave out --per-label, or give a --label-by")
         if not self.longest:
@@ -108,10 +95,9 @@ NO_TOKENS = no_text([])
 
 
 def tokenized(tokenizer: Tokenizer, text: str) -> Tokens:
-    """Return a text's tokens, and the bytes of UTF-8 that each stands for: together those of the text.
+    """Return a text's tokens, and the bytes of UTF-8 that each stands for, from the end of the one before to its own.
 
-    A token stands for what is between the end of the one before and its own, the last one for all to the end. Where a
-    tokenizer does not say where tokens stand (those that are written in Python), all have equal parts.
+    Where a tokenizer does not say where tokens stand (those that are written in Python), all have equal parts.
     """
     text = text.encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair
     refuse_growth(tokenizer, text)
@@ -185,10 +171,7 @@ def whole_ids(ids: Any) -> Int[Tensor, "rows positions"]:
 def positions_in_rows(
     ids: Int[Tensor, "rows positions"], attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Int[Tensor, "rows positions"]:
-    """Return the position of each token in its own context, −1 where a row is padded; on the CPU.
-
-    `UsageError` where mask or positions have another shape or holes, or count otherwise than 0, 1, 2, … in a context.
-    """
+    """Return the position of each token in its own context, −1 where a row is padded; or `UsageError`."""
     if attention_mask is None and position_ids is None:
         return torch.arange(ids.shape[-1], device="cpu").expand(ids.shape)
     mask = torch.ones(ids.shape, dtype=torch.bool) if attention_mask is None else attention_mask
@@ -203,11 +186,8 @@ def positions_in_rows(
         before = functional.pad(counted[:-1], (1, 0), value=-1)
         if not bool(((counted == 0) | (counted == before + 1)).all()):
             raise UsageError(
-                f"attention_mask of row {row} has a hole: give rows that are padded on the left or right, or "
-                "position_ids"
-                if counts is None
-                else f"position_ids of row {row} do not count 0, 1, 2, … from the beginning of each context on; "
-                "padding belongs in the attention_mask"
+                f"row {row} has a hole in its attention_mask, or position_ids that do not count 0, 1, 2, … in each "
+                "context: give rows that are padded on the left or right"
             )
         positions[row, places] = counted
     return positions

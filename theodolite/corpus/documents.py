@@ -1,7 +1,4 @@
-"""Read documents: from files and folders, from data sets of the hub, and from conversations.
-
-A new kind of file is a reader that yields a `Document` of each text, in `TEXTS` or `TABLES`.
-"""
+"""Read documents: from files (a reader of each kind in `TEXTS` or `TABLES`), data sets of the hub, conversations."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ BY_FILE, BY_FOLDER, BY_ROW, BY_COLUMN = "file", "folder", "row", "column:"
 LABELS_BY = (BY_FILE, BY_FOLDER, BY_ROW, f"{BY_COLUMN}NAME")
 
 NAMED = 100  # files of a folder that the provenance names at most, of those passed over for one reason
-ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT's rows: what templates call them
 ARTICLE_TITLE = re.compile(r" = (?!= )(\S.*) = ?\n?")  # of WikiText; ` = = Section = = ` opens a section
 
 
@@ -44,24 +40,18 @@ class EmptyFileError(UsageError):
 
 @dataclass
 class Notes:
-    """What was left out while documents were read (`passed_over`: files, by the reason), and what their labels are."""
+    """What was left out (`counts`: of rows; `passed_over`: files, by the reason), and what labels are."""
 
     labels: dict[str, None] = field(default_factory=dict)
-    rows_without_text: int = 0
-    rows_without_label: int = 0
-    rows_without_image: int = 0
-    unread_images: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
     passed_over: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """How files and tables are read; `notes` is what was met.
+    """A table's columns of the text, of what an encoder reads beside it (`source`) and of pictures; how it is read.
 
-    Attributes:
-        text, source, image: a table's columns of the text, of what an encoder reads beside it, and of pictures.
-        label_by, encoding: as of `Corpus`.
-        tokenizer: whose chat template makes a text of a conversation; None: its turns are joined by line breaks.
+    Of a conversation the tokenizer's chat template makes a text; without one its turns are joined by line breaks.
     """
 
     text: str = "text"
@@ -122,8 +112,6 @@ class Columns:
         """Raise `UsageError` for an unknown kind of labels or an unknown encoding."""
         if not self.column and self.label_by not in (None, *LABELS_BY[:3]):
             raise UsageError(f"labels by {self.label_by!r}: give --label-by {', '.join(LABELS_BY)}")
-        if self.column == self.text:
-            raise UsageError(f"column '{self.text}' holds the texts: give another --label-by column:NAME")
         try:
             io.TextIOWrapper(io.BytesIO(), encoding=self.encoding)
         except (LookupError, ValueError):
@@ -136,10 +124,8 @@ class Columns:
             "label_by": self.label_by,
             "encoding": self.encoding,
             "labels_are": " and ".join(notes.labels),
-            "rows_without_text": notes.rows_without_text,
-            "rows_without_label": notes.rows_without_label if notes.labels else 0,
-            "rows_without_image": notes.rows_without_image,
-            "unread_images": notes.unread_images,
+            **notes.counts,
+            "rows_without_label": notes.counts["rows_without_label"] if notes.labels else 0,
             "files_passed_over": {why: {"count": len(f), "names": f[:NAMED]} for why, f in passed_over},
         }
         return {name: value for name, value in entries.items() if value}
@@ -180,10 +166,7 @@ def printable(path: str | Path) -> str:
 
 
 def read_path(path: str | Path, columns: Columns | None = None) -> Iterator[Document]:
-    """Read the documents of a file, of every readable file of a folder in sorted order, or of a data set hf:NAME….
-
-    In a folder, hidden files are not looked at; empty files and other suffixes are passed over and noted.
-    """
+    """Read the documents of a file, of every readable file of a folder in sorted order, or of a data set hf:NAME…."""
     columns = Columns() if columns is None else columns
     if (dataset := dataset_of(str(path))) is not None:
         documents = joined_articles(streamed_rows(*dataset, columns), columns)
@@ -222,9 +205,9 @@ def with_text(documents: Iterable[Document], columns: Columns) -> Iterator[Docum
     """Leave out what has no text, and note how many have none, and how many no label."""
     for document in documents:
         if not document.text.strip():
-            columns.notes.rows_without_text += 1
+            columns.notes.counts["rows_without_text"] += 1
             continue
-        columns.notes.rows_without_label += document.label is None
+        columns.notes.counts["rows_without_label"] += document.label is None
         yield document
 
 
@@ -322,7 +305,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 def pieces_of(path: Path, columns: Columns) -> Iterator[str]:
     """Yield a file's text piece by piece, every line end a line feed; `UsageError` where the file is no text."""
     with opened(path) as raw:
-        beginning, line = raw.read(max(map(len, MARKS))), 1
+        beginning = raw.read(max(map(len, MARKS)))
         marked = next((encoding for mark, encoding in MARKS.items() if beginning.startswith(mark)), None)
         encoding = marked or columns.encoding or "utf-8"
         raw.seek(0)
@@ -331,19 +314,15 @@ def pieces_of(path: Path, columns: Columns) -> Iterator[str]:
             try:
                 text = file.read(PIECE)
             except UnicodeError as error:
-                where = first_line(error)
-                if isinstance(error, UnicodeDecodeError):  # `object` ends where the file was read to
-                    where = f"at byte {raw.tell() - len(error.object) + error.start}"
+                why = error.reason if isinstance(error, UnicodeDecodeError) else error
                 raise UsageError(
-                    f"{path} is not {encoding.upper()} ({where}); say what it is by --encoding"
+                    f"{path} is not {encoding.upper()} ({why}); say what it is by --encoding"
                 ) from None
             if not text:
                 return
-            if (nul := text.find("\0")) >= 0:
-                line += text.count("\n", 0, nul)
-                raise UsageError(f"{path} is binary (NUL in line {line}); give text, or its --encoding")
+            if "\0" in text:
+                raise UsageError(f"{path} is binary (it holds NUL); give text, or its --encoding")
             yield text
-            line += text.count("\n")
 
 
 def text_parts(path: Path, columns: Columns) -> tuple[Iterator[str], bool]:
@@ -388,8 +367,7 @@ def _read_jsonl(path: Path, columns: Columns) -> Iterator[Document]:
         try:
             row = json.loads(line)
         except ValueError as error:  # of numbers with thousands of digits, too
-            why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise UsageError(f"{source} is not JSON ({why}); give one object a line.") from None
+            raise UsageError(f"{source} is not JSON ({error}); give one object a line.") from None
         if not isinstance(row, dict):
             raise UsageError(f"{source} is not a JSON object; give one object a line.")
         if document := document_of_row(row, columns, source, rows):
@@ -459,13 +437,12 @@ def document_of_row(row: Mapping[str, Any], columns: Columns, source: str, numbe
                 f"{source} has no column '{wanted}' (it has: {', '.join(row)}); choose with {option}."
             )
     text, source_text = row[columns.text], None if columns.source is None else row[columns.source]
-    columns.notes.unread_images |= columns.image is None and IMAGE_COLUMN in row
     if text is None or text == [] or (columns.source is not None and source_text is None):
-        columns.notes.rows_without_text += number > 0
+        columns.notes.counts["rows_without_text"] += number > 0
         return None
     picture = None if columns.image is None else _picture(row[columns.image], source)
     if columns.image is not None and picture is None:
-        columns.notes.rows_without_image += 1
+        columns.notes.counts["rows_without_image"] += 1
         return None
     if isinstance(text, list):
         text = as_text(text, columns, f"{source}: column '{columns.text}'")
@@ -495,10 +472,11 @@ def _picture(value: object, source: str) -> Path | bytes | None:
 
 def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
     """Format a conversation by the tokenizer's chat template, without what it puts around every sequence anyway."""
-    messages = [message for turn in turns if (message := _message(turn))]
-    if not messages or len(messages) < len(turns):
+    if not all(isinstance(turn, dict) and "role" in turn and "content" in turn for turn in turns):
         raise UsageError(f'{source} is neither text nor a list of {{"role": …, "content": …}}')
     tokenizer = columns.tokenizer
+    # Tables fill gaps with None.
+    messages = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
     if tokenizer is None:
         return "\n".join(str(message.get("content")) for message in messages)
     if not getattr(tokenizer, "chat_template", None):
@@ -512,25 +490,12 @@ def as_text(turns: Sequence[Any], columns: Columns, source: str) -> str:
     return text.removeprefix(before).removesuffix(after)
 
 
-def _message(turn: Any) -> dict[str, Any]:
-    """Return a turn as templates read it; empty where it is none."""
-    if isinstance(turn, dict) and "role" in turn and "content" in turn:
-        return {
-            name: value for name, value in turn.items() if value is not None
-        }  # tables fill gaps with None
-    if isinstance(turn, dict) and "from" in turn and "value" in turn:
-        return {"role": ROLES.get(turn["from"], turn["from"]), "content": turn["value"]}
-    return {}
-
-
 def _with_picture(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Say in a conversation where the picture stands: before the first turn of the user, where no turn says so."""
     turns = []
     for message in messages:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            raise ValueError("the content of a turn is neither text nor a list of parts")
         turns.append(message | {"content": [*parts]})
     if not any(part.get("type") == "image" for turn in turns for part in turn["content"]):
         turn = next((turn for turn in turns if turn.get("role") == "user"), turns[0])
@@ -596,11 +561,7 @@ def streamed_dataset(name: str, config: str | None, split: str) -> Iterator[Any]
 
 
 def joined_articles(rows: Iterable[Document], columns: Columns) -> Iterator[Document]:
-    """Join rows to articles when they are the lines of WikiText, as the hub's data set has them; else leave them.
-
-    They are when the first one with any text is a title and has no label. A title stands between empty lines, opens an
-    article, and is its label (the n-th of the same title: `Title (n)`).
-    """
+    """Join rows to articles where they are WikiText's lines: the first one with any text is a title without a label."""
     rows = iter(rows)
     opening: list[Document] = []
     for row in rows:
@@ -614,6 +575,7 @@ def joined_articles(rows: Iterable[Document], columns: Columns) -> Iterator[Docu
 
 
 def _articles(lines: Iterable[str], columns: Columns) -> Iterator[Document]:
+    """Join lines from one title, between empty lines, to the next: it is the label (the n-th such: `Title (n)`)."""
     title: str | None = None
     body: list[str] = []
     occurrences: Counter[str] = Counter()

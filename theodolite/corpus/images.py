@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,15 +21,11 @@ from theodolite.corpus.documents import (
     IMAGES,
     Columns,
     Document,
-    dataset_of,
     files_of_folder,
-    holds_images,
     is_image,
     printable,
-    rows_of_dataset,
-    streamed_dataset,
 )
-from theodolite.corpus.sampling import Choice, Sample, choose
+from theodolite.corpus.sampling import Choice, choose
 from theodolite.errors import UsageError, WorkError, first_line
 from theodolite.system.wording import with_extra
 
@@ -85,8 +81,7 @@ class TransformedImages:
     Of a checkpoint it is `models.image_reader(model)`; of a module of your own, make one.
 
     Args:
-        transform: from a picture of Pillow in RGB to pixel values (channels, height, width), as those of timm and
-            torchvision; the same for the same picture.
+        transform: from a picture of Pillow in RGB to pixel values (channels, height, width), always the same.
         patch: height and width of a patch in pixels.
         before: names of the tokens before the patches; () where there are none.
         mean, deviation: of each colour, by which the transform normalised; to show pictures in reports.
@@ -133,37 +128,21 @@ class Picture:
         source = io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source
         try:
             with Image.open(source) as opened:
-                return _eight_bits(ImageOps.exif_transpose(opened), Image).convert("RGB")
+                if opened.mode.startswith("I"):  # which Pillow would clip to white
+                    raise ValueError("of more than 8 bits a colour")
+                return ImageOps.exif_transpose(opened).convert("RGB")
         except Exception as error:  # whatever Pillow raises of a broken file
             why = "no image" if isinstance(error, UnidentifiedImageError) else first_line(error)
             raise UsageError(f"{self.name} cannot be read as an image ({why}): mend or remove it") from error
 
 
-def _eight_bits(opened: Any, image: Any) -> Any:
-    """Scale a grey image of 16 bits to 8, which Pillow would clip to white."""
-    if not opened.mode.startswith("I"):
-        return opened
-    values = np.asarray(opened, dtype=np.float64)
-    most = 255 if values.max(initial=0) < 256 else 65535
-    return image.fromarray((values * (255 / most)).round().clip(0, 255).astype(np.uint8))
-
-
-def pictures_at(path: str | Path, columns: Columns) -> Iterator[Picture]:
-    """Yield the images of a file, of a folder, sorted, or of a data set hf:NAME…, as they arrive.
-
-    The label of a file is its folder's path below `path` (directly in it: none), or with labels by file its own path.
-    `UsageError` where there is no image, or columns of what is no table are asked for.
-    """
-    if (dataset := dataset_of(str(path))) is not None:
-        with streamed_dataset(*dataset) as rows:
-            yield from _pictures(rows, f"Dataset {dataset[0]}", columns)
-        return
+def pictures_at(path: str | Path, columns: Columns) -> list[Picture]:
+    """List the images of a file, or of a folder, sorted, labelled by subfolder or file; `UsageError` for none."""
     path = Path(path)
-    if columns.option and holds_images(path):
+    if columns.option:
         raise UsageError(f"{printable(path)} is no table but images: leave out {columns.option}")
     if path.is_file() and is_image(path):
-        yield Picture(printable(path), path)
-        return
+        return [Picture(printable(path), path)]
     if not path.is_dir():
         why = f"is not one of {' '.join(IMAGES)}" if path.exists() else "does not exist"
         raise UsageError(f"{printable(path)} {why}: give an image or a folder of images")
@@ -171,43 +150,7 @@ def pictures_at(path: str | Path, columns: Columns) -> Iterator[Picture]:
     if not files:
         raise UsageError(f"{printable(path)} holds no image ({' '.join(IMAGES)}): give another folder")
     by_place = columns if columns.by_place else replace(columns, label_by=BY_FOLDER)  # which shares the notes
-    yield from (Picture(printable(file), file, by_place.label_of_file(file, path)) for file in files)
-
-
-def _pictures(dataset: Any, source: str, columns: Columns) -> Iterator[Picture]:
-    """Yield the images of a data set's rows; rows without one are left out."""
-    import datasets
-
-    features = dataset.features or {}
-    chosen = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
-    if columns.text != Columns.text:
-        chosen = [name for name in chosen if name == columns.text]
-    columns_there = f"(it has: {', '.join(features)})"
-    if not chosen:
-        raise UsageError(f"{source} has no column of images {columns_there}; choose with --text-column")
-    if columns.column is not None and columns.column not in features:
-        raise UsageError(f"{source} has no column '{columns.column}' {columns_there}; choose with --label-by")
-    label = next((name for name in columns.of_labels if name in features), None)
-    for number, row in enumerate(rows_of_dataset(dataset, chosen[0]), start=1):
-        image, value = row[chosen[0]], None if label is None else row[label]
-        if image is None:
-            continue
-        name = None if value is None else columns.labelled(f"column {label}", str(value))
-        columns.notes.rows_without_label += name is None
-        yield Picture(f"{source} row {number}", _source_of(image), name)
-
-
-def _source_of(image: dict[str, Any]) -> Path | bytes:
-    """Find the image of a row: in the row, in a file, or in what only `datasets` opens (a member of an archive)."""
-    import datasets
-
-    if image.get("bytes") is not None:
-        return bytes(image["bytes"])
-    if Path(image["path"]).is_file():
-        return Path(image["path"])
-    as_png = io.BytesIO()
-    datasets.Image().decode_example(image).convert("RGB").save(as_png, "PNG")
-    return as_png.getvalue()
+    return [Picture(printable(file), file, by_place.label_of_file(file, path)) for file in files]
 
 
 class PictureTensors:
@@ -277,11 +220,6 @@ class Images:
         """Where the images are, and their labels."""
         return self.tensors.sources
 
-    @property
-    def sha256(self) -> str:
-        """Hash of the pixel values that the model reads."""
-        return hashlib.sha256(b"".join(self.tensors.digests)).hexdigest()
-
     def pixels(self, rows: slice | Tensor) -> Float[Tensor, "images channels height width"]:
         """Read the pixel values of some pictures; `WorkError` where a file has changed since it was first read."""
         return torch.stack([tensors["pixels"] for tensors in self.tensors.read(rows)])
@@ -293,25 +231,15 @@ class Images:
 
 def choose_images(
     name: str, pictures: Iterable[Picture], reader: TransformedImages, choice: Choice
-) -> tuple[Images, Sample[Picture]]:
-    """Choose pictures of the corpus `name` and read them, in the order of the seed."""
-    choice.check()
-    if choice.rows:
-        raise UsageError(f"{name} holds images, each a context of its own: leave out --label-by row")
-    sample = choose(((picture.label, picture) for picture in pictures), choice)
-    if not sample.items and sample.longest[0]:
-        count, label = sample.longest
-        raise UsageError(
-            f"no label of {name} has {choice.per_label} images: '{printable(label)}' has the most, {count}; use a "
-            "smaller --per-label"
-        )
-    if not sample.items:
-        why = "" if choice.per_label is None else " with a label: leave out --per-label"
-        raise UsageError(f"{name} holds no image{why}")
-    order = np.random.default_rng(choice.seed).permutation(len(sample.items)).tolist()
+) -> tuple[Images, dict[str, int]]:
+    """Choose pictures of the corpus `name` and read them, in the order of the seed; and how labels were balanced."""
+    _, chosen, balance = choose(((picture.label, picture) for picture in pictures), choice)
+    if not chosen:
+        raise UsageError(f"{name} holds no image with a label: leave out --per-label")
+    order = np.random.default_rng(choice.seed).permutation(len(chosen)).tolist()
     tensors = PictureTensors(lambda picture: {"pixels": reader.read(picture.open())})
-    first, size = sample.items[order[0]], (0, 0)
-    for number, picture in enumerate((sample.items[index] for index in order), start=1):
+    first, size = chosen[order[0]], (0, 0)
+    for number, picture in enumerate((chosen[index] for index in order), start=1):
         _, height, width = tensors.add(picture)["pixels"].shape
         if number > 1 and size != (height, width):
             raise UsageError(
@@ -320,15 +248,14 @@ def choose_images(
             )
         size = height, width
         choice.show(number)
-    return Images(tensors, reader, size), sample
+    return Images(tensors, reader, size), balance
 
 
 @dataclass(frozen=True)
 class PicturedTextReader:
     """A model's way of reading a text with a picture: `models.pictured_text_reader(model)`.
 
-    `token` is what it reads in place of each of a picture's tokens, `vocabulary` an id above that of any token, and
-    `read` makes the token ids of a document, and what else the model reads of its picture, or raises `UsageError`.
+    It reads `token` in place of each of a picture's tokens; `vocabulary` is an id above that of any token.
     """
 
     tokenizer: Any

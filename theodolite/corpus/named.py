@@ -18,8 +18,8 @@ from theodolite.corpus.spec import DOCS, KEYWORDS, PRESETS, PYTHON_TEXTS, RANDOM
 from theodolite.corpus.special_tokens import Tokenizer, frame_of
 from theodolite.errors import UsageError
 
-CHARACTERS, AT_THE_CUT = 6, 64
-"""Characters that are first read for each token wanted; tokens beside a cut, which may be others in the whole text."""
+CHARACTERS = 6  # that are first read for each token wanted
+AT_THE_CUT = 64  # tokens beside a cut, which may be others in the whole text
 
 
 def make_corpus(
@@ -29,11 +29,10 @@ def make_corpus(
     choice: Choice = ALL,
     columns: documents.Columns | None = None,
 ) -> Corpus:
-    """Make the corpus that `spec` names: a path, hf:NAME[:CONFIG[:SPLIT]], or a keyword.
+    """Make the corpus that `spec` names: a path (of images without a length), hf:NAME[:CONFIG[:SPLIT]], or a keyword.
 
     Keywords are `docs` (or None), `held-out` (of docs, what the embedded model was not trained on), `code`, `random`,
-    `wikitext-2` (the test part of the hub's); a file named like one is `./docs`. With a `TransformedImages` they are
-    images, without a length: a path, or hf:NAME….
+    `wikitext-2` (the test part of the hub's); a file named like one is `./docs`.
     """
     columns = replace(columns or documents.Columns(), tokenizer=tokenizer, notes=documents.Notes())
     choice = replace(choice, rows=columns.rows)
@@ -46,8 +45,8 @@ def make_corpus(
             assert length is not None
             some = STREAMED_CONTEXTS if choice.contexts is None else choice.contexts
             return Corpus.random_tokens(tokenizer, length, some, choice.seed)
-    elif name in KEYWORDS:
-        raise UsageError(f"the model reads images, and {name} is text: give a folder of images, or hf:NAME")
+    elif name in KEYWORDS or documents.dataset_of(name):
+        raise UsageError(f"the model reads images, and {name} is text: give a folder of images")
     return Corpus.from_columns(PRESETS.get(name, name), tokenizer, length, columns, choice)
 
 
@@ -61,18 +60,12 @@ def make_stream(
 ) -> Corpus:
     """Read a text as one context of all its tokens (1, tokens), as for the perplexities of WikiText-2.
 
-    Rows of a table, and the lines of a text in WikiText's format, are joined by empty lines, as the literature does.
-    `UsageError` where there is no such text, or fewer than 4 tokens.
-
-    Args:
-        spec: as of `make_corpus`, but for random tokens.
-        tokens: at most so many, from the beginning; no more is read than they need.
-        special_tokens: begin as the tokenizer begins a text (with its beginning-of-sequence token, if it has one).
+    Rows of a table, and the lines of a text in WikiText's format, are joined by empty lines, as the literature does. Of
+    a text that is longer, no more is read than so many `tokens` need. With `special_tokens` it begins as the tokenizer
+    begins a text. `UsageError` where there is no such text, or fewer than 4 tokens.
     """
     columns = replace(columns or documents.Columns(), tokenizer=tokenizer, notes=documents.Notes())
     check_spec(spec, columns)
-    if tokens is not None and tokens < LEAST_LENGTH:
-        raise UsageError(f"{tokens} tokens of a text: give {LEAST_LENGTH} or more")
     name = DOCS if spec is None else str(spec)
     if name == RANDOM:
         raise UsageError(f"{name} is drawn, and no text of its own: leave out --stride, or give a text")

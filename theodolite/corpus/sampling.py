@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
 import numpy as np
 
+from theodolite.corpus.documents import printable
 from theodolite.errors import UsageError
 from theodolite.system.progress import ShowTokens
 
@@ -21,16 +22,11 @@ LABELS_READ_AHEAD = 128  # and, where labels are few or rare, this many times th
 Item = TypeVar("Item")
 
 
-def show_nothing(tokens: int) -> None:
-    """Take no notice of how many tokens were read."""
-
-
 @dataclass(frozen=True)
 class Choice:
     """The contexts that are asked for: at most so many (None: all), or so many of each label that has them.
 
-    `rows`: a label is complete once the next begins. `streamed`: the text may be endless. `pack`: short documents are
-    packed. `show` is told how many tokens, or images, were read.
+    `rows`: a label is complete once the next begins. `streamed`: the text may be endless. `show` may raise to stop.
     """
 
     contexts: int | None
@@ -38,8 +34,7 @@ class Choice:
     per_label: int | None = None
     rows: bool = False
     streamed: bool = False
-    pack: bool = True
-    show: ShowTokens = show_nothing
+    show: ShowTokens = lambda tokens: None
 
     def check(self) -> None:
         """Raise `UsageError` for numbers below 1, fewer contexts than of one label, and a seed out of range."""
@@ -54,18 +49,9 @@ class Choice:
 ALL = Choice(None)
 
 
-@dataclass(frozen=True)
-class Sample(Generic[Item]):
-    """The chosen items in reading order, each with its label.
-
-    `longest` is the most contexts that any label has, and its name; `balance` is for the provenance: what was asked of
-    each label, how many have fewer, and for how many there was no room.
-    """
-
-    labels: list[str | None]
-    items: list[Item]
-    longest: tuple[int, str] = (0, "")
-    balance: dict[str, int] = field(default_factory=dict)
+Sample = tuple[list[str | None], list[Item], dict[str, int]]
+"""Labels and items in reading order; and for the provenance, what was asked of each label, how many have fewer, and for
+how many there was no room."""
 
 
 class Reservoir(Generic[Item]):
@@ -89,7 +75,7 @@ Entry = tuple[int, str | None, Item]  # position in reading order, label, what i
 
 
 def choose(items: Iterable[tuple[str | None, Item]], choice: Choice) -> Sample[Item]:
-    """Choose contexts as they are read, each after its label."""
+    """Choose contexts as they are read, each after its label; `UsageError` where no label has as many as asked for."""
     random = np.random.default_rng(choice.seed)
     entries = ((number, label, item) for number, (label, item) in enumerate(items))
     if choice.per_label is None:
@@ -97,7 +83,7 @@ def choose(items: Iterable[tuple[str | None, Item]], choice: Choice) -> Sample[I
         reservoir: Reservoir[Entry[Item]] = Reservoir(choice.contexts, random)
         for entry in islice(entries, most):
             reservoir.add(entry)
-        return Sample(*_in_order(reservoir.items))
+        return *_in_order(reservoir.items), {}
     room = None if choice.contexts is None else choice.contexts // choice.per_label
     labels: Reservoir[list[Entry[Item]]] = Reservoir(room, random)
     too_short, longest = 0, (0, "")
@@ -107,9 +93,14 @@ def choose(items: Iterable[tuple[str | None, Item]], choice: Choice) -> Sample[I
             too_short += 1
         else:
             labels.add(contexts.items)
+    if longest[0] and not labels.items:
+        raise UsageError(
+            f"no label has {choice.per_label} contexts: '{printable(longest[1])}' has the most, {longest[0]}; use a "
+            "smaller --per-label, or of text --length"
+        )
     chosen = _in_order([entry for of_label in labels.items for entry in of_label])
     left_out = {"labels_too_short": too_short, "labels_not_drawn": labels.offered - len(labels.items)}
-    return Sample(*chosen, longest, {"per_label": choice.per_label, **left_out})
+    return *chosen, {"per_label": choice.per_label, **left_out}
 
 
 def _in_order(entries: list[Entry[Item]]) -> tuple[list[str | None], list[Item]]:

@@ -94,7 +94,7 @@ def refuse_growth(tokenizer: Any, text: str) -> None:
 def special_ends(
     tokenizer: Any, ids: Int[Tensor, "contexts length"], lengths: Int[Tensor, " contexts"] | None = None
 ) -> tuple[int, int]:
-    """Count the tokens at the beginning and at the end of every context that the tokenizer puts around a sequence."""
+    """Count what the tokenizer puts around a sequence at the beginning and the end ([SEP], </s>) of every context."""
     if tokenizer is None:
         return 0, 0
     try:
@@ -110,20 +110,10 @@ def special_ends(
     return before if begins_alike else 0, after if ends_alike else 0
 
 
-def trailing_special_tokens(
-    tokenizer: Any, ids: Int[Tensor, "contexts length"], lengths: Int[Tensor, " contexts"] | None = None
-) -> int:
-    """Count the special tokens at the end of every context ([SEP], </s>), which are told apart as position 0 is."""
-    return special_ends(tokenizer, ids, lengths)[1]
-
-
 def repeated_random_tokens(
     vocabulary: int | Tokenizer, length: int, contexts: int, seed: int, *, below: int | None = None
 ) -> tuple[Int[Tensor, "contexts length"], int, int]:
-    """Draw random tokens and repeat them, for induction: (ids, start, half), drawn as in `Corpus.random_tokens`.
-
-    ids[:, start : start + half] stands again right behind itself; what the tokenizer puts around is around both.
-    """
+    """Draw random tokens and repeat them: (ids, start, half), ids[:, start : start + half] right behind itself."""
     drawable, frame = drawable_ids(vocabulary, length, below)
     half = (length - len(frame.before) - len(frame.after)) // 2
     drawn = np.random.default_rng(seed).choice(drawable, size=(contexts, half))
@@ -135,8 +125,6 @@ def drawable_ids(
 ) -> tuple[np.ndarray, SpecialTokens]:
     """Give the ids to draw random tokens from, and what goes around them."""
     if isinstance(vocabulary, int):
-        if vocabulary < 1:
-            raise UsageError(f"A vocabulary of {vocabulary} has no tokens to draw; it must be at least 1.")
         return np.arange(vocabulary), SpecialTokens([], [], [])
     # The named ones, and those that are only marked so (Llama 3 reserves hundreds).
     marked = (id for id, token in vocabulary.added_tokens_decoder.items() if token.special)

@@ -1,8 +1,4 @@
-"""Unfinished work on disk: named parts in `OUT.partial`, beside what the work will become.
-
-job.json            what the work is of: its fingerprint
-NAME.safetensors    a part: tensors, and notes that JSON can hold
-"""
+"""Unfinished work on disk, in `OUT.partial`: its fingerprint (`job.json`), and parts (`NAME.safetensors`)."""
 
 from __future__ import annotations
 
@@ -41,14 +37,9 @@ JOB = "job.json"
 
 
 class Unfinished:
-    """Parts of unfinished work, in `OUT.partial`; where there is no `out`, nothing is saved.
+    """Parts of what becomes the folder `out`, in `OUT.partial` or another `folder`; without an `out` nothing is saved.
 
-    Args:
-        out: what the work becomes, a folder that the caller writes.
-        fingerprint: what decides every byte of the result, as JSON has it.
-        corpus: what provenance says of the text, to say what differs from what is there.
-        kind: what messages call the work.
-        folder: of the parts, where it is not `OUT.partial`: of work that may always be continued.
+    The fingerprint decides every byte of the result; `corpus`, as of provenance, and `kind` are for messages.
     """
 
     def __init__(

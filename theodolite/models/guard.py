@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from theodolite.models.stored.dequantised import kept_as_quantised
-from theodolite.system.shared import Shared
+from theodolite.system.processor import Shared
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

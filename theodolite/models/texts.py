@@ -112,7 +112,7 @@ def continued(
     if not corpus.text_alone:
         raise UsageError("texts with images, or sources beside them, are not continued: give a text alone")
     if corpus.lengths is not None:
-        raise UsageError("contexts of several lengths are not continued: leave out --no-pack")
+        raise UsageError("contexts of several lengths are not continued: give those of one length")
     model.check_tokens(corpus.contexts)
     length = corpus.contexts.shape[1]
     batch = batch or max(1, 4096 // (length + count))

@@ -12,7 +12,7 @@ from torch import Tensor
 from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
 from theodolite.attention.sinks import ReceivedAttention
-from theodolite.corpus.special_tokens import trailing_special_tokens
+from theodolite.corpus.special_tokens import special_ends
 from theodolite.models import OpenModel
 from theodolite.models.guard import known_state, measures
 from theodolite.models.hooks import Hooks, hooked
@@ -35,7 +35,7 @@ class PromptPass(Hooks):
 
     def __init__(self, model: OpenModel, ids: Int[Tensor, " positions"]) -> None:
         self.ids, self.tokens = ids, tuple(token_texts(model, ids))
-        self.trailing = trailing_special_tokens(model.tokenizer, ids[None])
+        self.trailing = special_ends(model.tokenizer, ids[None])[1]
         self.streams: list[Float[Tensor, "positions width"]] = []
         self.layers: dict[int, tuple[AttentionInputs, Tensor, Catches]] = {}
 

@@ -85,14 +85,10 @@ def is_gguf(source: str | Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the weight files of a checkpoint by name; `UsageError` for pipes, devices and folders among them."""
+    """List the weight files of a checkpoint by name."""
     if is_gguf(folder):
         return gguf_files(folder)
-    files = sorted(folder.glob("*.safetensors"))
-    for path in files:
-        if not path.is_file():
-            raise UsageError(f"{path} is no file: a checkpoint's weights are files of its folder")
-    return files
+    return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
 
 
 def refuse_index(folder: Path) -> None:

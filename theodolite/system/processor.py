@@ -1,4 +1,4 @@
-"""The processor: torch's threads, half precision, and the memory that is kept for the next tensor."""
+"""The processor: torch's threads and what they share, half precision, and memory that is kept for the next tensor."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import ctypes
 import functools
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -96,3 +97,28 @@ class once(Generic[Value]):
 def _workers(threads: int, process: int) -> ThreadPoolExecutor:
     """Return a persistent pool, so that threads keep their allocations. A forked process needs its own."""
     return ThreadPoolExecutor(threads, thread_name_prefix=f"statistics-{process}")
+
+
+class Shared:
+    """A context manager that many threads share: the first user opens what `make` gives, the last one closes it."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
+        self._make = make
+        self._lock = threading.RLock()
+        self._users = 0
+        self._undo = ExitStack()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Use the context: it is open until the last user has left."""
+        with self._lock:
+            if not self._users:
+                self._undo.enter_context(self._make())
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._undo.close()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
-
-Item = TypeVar("Item")
+from typing import Any
 
 ShowProgress = Callable[[int, int], None]  # of (done, total); it may raise to stop the work
 ShowStage = Callable[[str, int, int], None]
@@ -17,20 +15,10 @@ ShowStage = Callable[[str, int, int], None]
 ShowTokens = Callable[[int], None]  # of the tokens read so far; it may raise to stop
 
 
-def shown(items: Sequence[Item], what: str, show: ShowStage) -> Iterator[Item]:
-    """Yield the items, and show how many of them are done."""
-    for done, item in enumerate(items):
-        show(what, done, len(items))
-        yield item
-    show(what, len(items), len(items))
-
-
 class Progress:
     """Reports the progress of a pass of `total` steps, `done` of them in its restored state, and saves its state.
 
-    Args:
-        show: called with (done, total); it may raise to stop.
-        save: called with (done, must) when the state is complete; `must` when the work is about to stop.
+    `show` may raise to stop; `save` is called with (done, must) when the state is complete, and must before a stop.
     """
 
     def __init__(
@@ -88,7 +76,7 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
 def interruptible(say: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
     """Yield a function that says whether Ctrl-C was pressed: the first calls `say`, the second stops at once.
 
-    Signals that are ignored or have a custom handler are left alone. `KeyboardInterrupt` on leaving where it was.
+    Signals that have a handler of their own are left alone. `KeyboardInterrupt` on leaving where it was pressed.
     """
     noted = False
 

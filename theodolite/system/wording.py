@@ -26,10 +26,7 @@ def _visible_character(character: str) -> str:
 
 
 def visible(text: object, limit: int | None = None) -> str:
-    """Show every control, format, surrogate, private or unassigned character of `text` as a mark.
-
-    So nothing in the result can reorder or hide its neighbours. Markup is not escaped.
-    """
+    """Show every control, format, surrogate, private or unassigned character as a mark; markup is not escaped."""
     source = str(text)
     if limit is not None and len(source) > limit:
         source = source[: limit - 1] + "…"
@@ -88,10 +85,7 @@ def percent(share: float) -> str:
 
 
 def rounded_with_error(value: float, error: float) -> tuple[str, str]:
-    """Round value and standard error to the error's own last digit: ("0.452", "0.006").
-
-    An error shows one significant digit, two where the first is 1. Without one (NaN, or 0) the second is empty.
-    """
+    """Round to the error's one significant digit, or two where the first is 1: ("0.452", "0.006"); no error is ""."""
     if not (math.isfinite(value) and math.isfinite(error) and error > 0):
         return number(value), ""
     leading, exponent = f"{error:.0e}".split("e")
@@ -139,9 +133,7 @@ def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
     """Ask whether the known words nearest to a misspelt one were meant, or say something else where none is near."""
     words = list(known)
     begun = [each for each in words if word and (each.startswith(word) or each.endswith(f"/{word}"))]
-    ends = {each.rsplit("/", 1)[-1]: each for each in words}
     near = begun[:3] or difflib.get_close_matches(word, words, 3)
-    near = near or [ends[end] for end in difflib.get_close_matches(word, ends, 3)]
     return f"did you mean {', '.join(near)}?" if near else otherwise
 
 

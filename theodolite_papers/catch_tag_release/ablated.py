@@ -25,8 +25,8 @@ from theodolite.models.guard import measures
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import batch_of
 from theodolite.sinks.interventions import attention_knockout
-from theodolite.system.progress import shown
 from theodolite.theory.outliers import Thresholds
+from theodolite_papers.experiment import shown
 
 PUBLISHED = Thresholds()
 
@@ -107,9 +107,7 @@ def find_spikes(model: OpenModel, corpus: Corpus) -> Spikes:
     The text is read twice. `UsageError` where it has contexts of several lengths, or is not alone.
     """
     if corpus.lengths is not None or not corpus.text_alone:
-        raise UsageError(
-            "finding massive activations needs a text in contexts of one length: make the corpus with pack=True"
-        )
+        raise UsageError("finding massive activations needs a text in contexts of one length")
 
     def read(hooks: Hooks) -> None:
         with hooked(model, hooks):

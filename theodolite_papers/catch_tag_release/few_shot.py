@@ -33,7 +33,6 @@ from theodolite.models.hooks import Hooks, hooked
 from theodolite.report import style
 from theodolite.report.drawing.grammar import line
 from theodolite.sinks.interventions import ablate_direction, without_low_rank
-from theodolite.system.progress import shown
 from theodolite.system.wording import counted, for_plotly, number, percent
 from theodolite_papers.catch_tag_release.ablated import (
     Ablation,
@@ -54,7 +53,7 @@ from theodolite_papers.catch_tag_release.pruned_sinks import (
     measured_once,
     pruned_model,
 )
-from theodolite_papers.experiment import Outcome, Study, declared
+from theodolite_papers.experiment import Outcome, Study, declared, shown
 
 FIGURE_HEIGHT = 420
 SHOWN = (0, 1, 2, 4, 8, 16)  # numbers of examples that are drawn and tabulated

@@ -31,10 +31,10 @@ from theodolite.report import style
 from theodolite.report.drawing.grammar import bars
 from theodolite.sinks.interventions import ablate_direction, attention_knockout, without_low_rank
 from theodolite.sinks.prompt import LEFT_OUT, UNCAUGHT
-from theodolite.system.progress import ShowStage, shown
+from theodolite.system.progress import ShowStage
 from theodolite.system.wording import counted, for_plotly, head_name, number, percent, with_error
 from theodolite.theory.grouping import variance_explained
-from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
+from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared, shown
 
 CONTEXTS = 64  # contexts at most: every ablation reads them again
 CONTROLS = 3  # seeded controls of each ablation, of which the mean is taken
@@ -122,9 +122,7 @@ def ablation_test(
             the head has a sink.
     """
     if corpus.lengths is not None or not corpus.text_alone:
-        raise UsageError(
-            "an ablation test needs a text in contexts of one length: make the corpus with pack=True"
-        )
+        raise UsageError("an ablation test needs a text in contexts of one length")
     if model.source.predict is None:
         raise UsageError(f"{model.id} predicts no tokens: an ablation test needs the loss")
     ids, groups = _contexts_with_sinks(model, corpus, layer, head)

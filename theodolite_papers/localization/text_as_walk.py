@@ -20,7 +20,6 @@ from torch import Tensor
 from theodolite import Corpus, OpenModel
 from theodolite.accumulate.sums import LayerSums
 from theodolite.corpus.groups import GROUPS, Groups
-from theodolite.corpus.special_tokens import trailing_special_tokens
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimates
 from theodolite.models.guard import measures
@@ -177,7 +176,7 @@ def read_walk(model: OpenModel, corpus: Corpus, seed: int) -> TextWalk:
     """
     count, length = corpus.contexts.shape
     # No walk goes on into the special tokens that a tokenizer puts at the end.
-    text_length = length - trailing_special_tokens(model.tokenizer, corpus.contexts)
+    text_length = length - corpus.trailing(model.tokenizer)
     for tokens in (length, text_length):
         if tokens < LEAST_LENGTH:
             raise UsageError(

@@ -26,7 +26,7 @@ from theodolite.errors import UsageError
 from theodolite.models.doors.answers import answered, innermost
 from theodolite.models.doors.by_hand import ByHand, NotFollowed, unfolded
 from theodolite.models.guard import eagerly
-from theodolite.system.shared import Shared
+from theodolite.system.processor import Shared
 
 _open_models: list[frozenset[nn.Module]] = []
 """The modules of models whose door is open."""

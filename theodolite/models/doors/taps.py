@@ -18,7 +18,7 @@ from theodolite.models.doors.answers import (
 from theodolite.models.doors.pytorch import functions_door
 from theodolite.models.doors.transformers import interface_door, on_interface
 from theodolite.models.training.shards import of_all_heads
-from theodolite.system.shared import Shared
+from theodolite.system.processor import Shared
 
 Fits = Callable[[nn.Module], object]
 Door = Callable[[nn.Module], AbstractContextManager[None]]
