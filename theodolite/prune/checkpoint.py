@@ -17,7 +17,6 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pandas as pd
 import pyarrow
@@ -25,13 +24,12 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import modeling_utils
 
 from theodolite.errors import UsageError
 from theodolite.jobs.unfinished import Unfinished
 from theodolite.models import OpenModel
 from theodolite.models.stored import factored
-from theodolite.models.stored.checkpoint_tensors import save_config
+from theodolite.models.stored.checkpoint_tensors import save_config, save_model
 from theodolite.models.stored.factored import PrunedMatrix
 from theodolite.models.stored.loading import without_progress_bars
 from theodolite.models.weights.block_matrices import Matrix
@@ -207,9 +205,7 @@ class UnfinishedPruning(Unfinished):
         for layer in layers:
             write(layer)
         try:
-            # Without an import of DeepSpeed, which takes seconds, to unwrap the model.
-            with patch.object(modeling_utils, "unwrap_model", lambda model: model):
-                model.hf.save_pretrained(folder)
+            save_model(model.hf, folder)
         finally:
             for layer in layers:
                 write(layer, sparse_alone=False)

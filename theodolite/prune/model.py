@@ -25,6 +25,8 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
+import theodolite.prune.checkpoint as checkpoint
+import theodolite.prune.methods as methods
 from theodolite.accumulate.second_moments import SecondMoments
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
@@ -43,7 +45,6 @@ from theodolite.models.weights.block_matrices import (
 )
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of, refuse_nonfinite_stream
 from theodolite.passes.run import describe_corpus, describe_model, describe_pass
-from theodolite.prune import checkpoint, methods
 from theodolite.prune.checkpoint import Pruned, UnfinishedPruning
 from theodolite.prune.options import (
     TOKENS_A_BATCH,

@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+import theodolite.prune.methods as methods
 from theodolite.errors import UsageError
-from theodolite.prune import methods
 from theodolite.prune.options import ITERATIONS, RANK_RATIO, check_ratio, check_sparsity
 from theodolite.system.processor import using_threads
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -272,6 +273,12 @@ class StreamedBlocks:
             size += sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
         write_text(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2) + "\n")
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model in memory as `transformers` does, which would import DeepSpeed, for seconds, to unwrap it."""
+    with patch.object(modeling_utils, "unwrap_model", lambda model: model):
+        model.save_pretrained(folder)
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:

@@ -202,7 +202,8 @@ def attention(
 class Panel:
     """One of several figures side by side: its title, its traces, and what its axes are besides their titles.
 
-    `note`: what stands after the title, which is then bold. `square`: cells of a map as wide as high.
+    `note`: what stands after the title, which is then bold. `marks`: vertical lines, each its x and how it looks.
+    `square`: cells of a map as wide as high.
     """
 
     title: str
@@ -212,6 +213,7 @@ class Panel:
     xaxis: dict[str, Any] = field(default_factory=dict)
     yaxis: dict[str, Any] = field(default_factory=dict)
     note: str | None = None
+    marks: Sequence[tuple[float, dict[str, Any]]] = ()
     square: bool = False
 
 
@@ -250,6 +252,8 @@ def panels(
         if panel.square:
             x_axis.update(constrain="domain", constraintoward="left")
             y_axis.update(constrain="domain", constraintoward="top", scaleanchor=y_axis.anchor)
+        for x, look in panel.marks:
+            drawn.add_vline(x, line=look, **place)
         if panel.title:
             title = drawn.layout.annotations[next(titles)]
             title.update(x=x_axis.domain[0], xanchor="left", yshift=4, font_size=12)
