@@ -34,25 +34,9 @@ from theodolite.report import style
 from theodolite.report.drawing.grammar import line
 from theodolite.sinks.interventions import ablate_direction, without_low_rank
 from theodolite.system.wording import counted, for_plotly, number, percent
-from theodolite_papers.catch_tag_release.ablated import (
-    Ablation,
-    Reading,
-    all_open,
-    hidden,
-    other_keys,
-    share_hidden,
-    under_ablations,
-)
-from theodolite_papers.catch_tag_release.pruned_sinks import (
-    DENSE,
-    METHODS,
-    SPARSITY,
-    halves,
-    kept_sinks,
-    loss_difference,
-    measured_once,
-    pruned_model,
-)
+from theodolite_papers.catch_tag_release import ablated, pruned_sinks
+from theodolite_papers.catch_tag_release.ablated import Ablation, Reading
+from theodolite_papers.catch_tag_release.pruned_sinks import DENSE, METHODS, SPARSITY
 from theodolite_papers.experiment import Outcome, Study, declared, shown
 
 FIGURE_HEIGHT = 420
@@ -103,15 +87,15 @@ def tabulated(answers: Mapping[str, Answers], prompts: FewShotPrompts) -> pd.Dat
 @declared("sinks/figure3")
 def figure_3(study: Study, outcome: Outcome) -> None:
     dense = study.require_model()
-    prompts, (_, measured) = prompts_for(dense, MODEL_PROMPTS, SEED), halves(study)
-    untouched = measured_once(study, DENSE, dense)
+    prompts, (_, measured) = prompts_for(dense, MODEL_PROMPTS, SEED), pruned_sinks.halves(study)
+    untouched = pruned_sinks.measured_once(study, DENSE, dense)
     traced = trace_sinks(dense, measured, show_progress=study.show)
     answers = {DENSE: answer(dense, prompts)}
     for method, name in shown([*METHODS.items()], "answering after examples", study.show):
-        model, pruned = pruned_model(study, method)
+        model, pruned = pruned_sinks.pruned_model(study, method)
         answers[name] = answer(model, prompts)
-        sinks = measured_once(study, name, model)
-        kept, more = kept_sinks(untouched, sinks), loss_difference(untouched, sinks)
+        sinks = pruned_sinks.measured_once(study, name, model)
+        kept, more = pruned_sinks.kept_sinks(untouched, sinks), pruned_sinks.loss_difference(untouched, sinks)
         tags = tags_kept(traced, trace_sinks(model, measured, show_progress=study.show))
         words = f"keeps {percent(kept.value)} of the dense model's sinks and {tags} of their tags"
         outcome.read(f"{name}, beside examples", f"{words}; {more.value:.2f} nats more")
@@ -121,7 +105,7 @@ def figure_3(study: Study, outcome: Outcome) -> None:
                     without_low_rank(model, layer, factors=pruned.factors(layer), control=control)
                     for layer in range(model.layers)
                 )
-                with all_open(taken_out):
+                with ablated.all_open(taken_out):
                     answers[of] = answer(model, prompts)
     outcome.tables["accuracy"] = tabulated(answers, prompts)
     show_accuracy(outcome, answers, prompts.tasks)
@@ -215,8 +199,8 @@ def later_tags(model: OpenModel, prompts: FewShotPrompts, show: Callable[[str, i
 
 KEYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     HIDDEN: lambda sinks, mass: sinks,
-    EARLIEST: lambda sinks, mass: other_keys(sinks, torch.arange(mass.shape[-1]).expand_as(mass)),
-    ATTENDED: lambda sinks, mass: other_keys(sinks, -mass),
+    EARLIEST: lambda sinks, mass: ablated.other_keys(sinks, torch.arange(mass.shape[-1]).expand_as(mass)),
+    ATTENDED: lambda sinks, mass: ablated.other_keys(sinks, -mass),
 }
 """From sinks and attention received, (texts, heads, positions), the keys that are hidden."""
 
@@ -244,7 +228,7 @@ def ablations(model: OpenModel, tags: Sequence[Tag]) -> dict[str, Ablation]:
     """Return all ablations by name, the model as it is first."""
 
     def of_keys(name: str) -> Ablation:
-        return lambda reading: hidden(model, keys_of(name, reading))
+        return lambda reading: ablated.hidden(model, keys_of(name, reading))
 
     def of_tags(name: str) -> Ablation:
         def opened(reading: Reading) -> Iterator[AbstractContextManager[object]]:
@@ -315,12 +299,12 @@ def examples(study: Study, outcome: Outcome) -> None:
 
     def measured(reading: Reading) -> dict[str, Tensor]:
         caught = [reading.layers[tag.layer].caught[:, tag.head].sum(dim=1) for tag in tags]
-        went = {name: share_hidden(reading, keys_of(name, reading)) for name in KEYS}
+        went = {name: ablated.share_hidden(reading, keys_of(name, reading)) for name in KEYS}
         right = answered(model, prompts, reading)
         return went | {"right": right, "caught": sum(caught, torch.zeros(len(reading.ids)))}
 
     title = "asking with something taken away"
-    rows = under_ablations(model, texts, ablations(model, tags), measured, study.show, title)
+    rows = ablated.under_ablations(model, texts, ablations(model, tags), measured, study.show, title)
     answers = {name: of["right"] for name, of in rows.items()}
     outcome.tables["accuracy"] = tabulated(answers, prompts)
     went = {name: percent(float(torch.from_numpy(rows[DENSE][name]).nanmean())) for name in KEYS}

@@ -25,25 +25,8 @@ from theodolite.evaluate.few_shot import prompts_for
 from theodolite.models.hooks import Hooks, hooked
 from theodolite.passes.corpus_pass import next_token_losses
 from theodolite.system.wording import listed, number, percent, with_error
-from theodolite_papers.catch_tag_release.ablated import (
-    Ablation,
-    Reading,
-    Spikes,
-    find_spikes,
-    hidden,
-    other_keys,
-    replace_activations,
-    under_ablations,
-)
-from theodolite_papers.catch_tag_release.few_shot import (
-    Answers,
-    accuracy_by_shots,
-    answered,
-    by_k,
-    over_tasks,
-    tabulated,
-    texts_of,
-)
+from theodolite_papers.catch_tag_release import ablated, few_shot
+from theodolite_papers.catch_tag_release.ablated import Ablation, Reading, Spikes, hidden, other_keys
 from theodolite_papers.catch_tag_release.pruned_sinks import DENSE, few_of, ratio_over_contexts
 from theodolite_papers.drawing import intervals
 from theodolite_papers.experiment import Outcome, Study, chosen_and_judged, declared
@@ -67,7 +50,7 @@ def ablations(model: OpenModel, spikes: Spikes) -> dict[str, Ablation]:
     }
 
     def of_values(name: str) -> Ablation:
-        return lambda reading: [replace_activations(model, reading.spiking, *replaced[name])]
+        return lambda reading: [ablated.replace_activations(model, reading.spiking, *replaced[name])]
 
     def of_keys(name: str) -> Ablation:
         def opened(reading: Reading) -> Iterable[AbstractContextManager[object]]:
@@ -124,7 +107,7 @@ def spikes(study: Study, outcome: Outcome) -> None:
     if not model.causal or model.source.predict is None:
         raise UsageError(f"{model.id} predicts no next tokens, by which it is said what is needed")
     found_on, judged_on = (few_of(part, CONTEXTS) for part in chosen_and_judged(corpus))
-    massive = find_spikes(model, found_on)
+    massive = ablated.find_spikes(model, found_on)
     outcome.contexts = 0  # more of them would not be read
     if not massive.dimensions.any():
         for key in outcome.declared.claims:
@@ -133,26 +116,27 @@ def spikes(study: Study, outcome: Outcome) -> None:
     by_name, prompts = ablations(model, massive), prompts_for(model, PROMPTS, SEED)
 
     def asked(reading: Reading) -> dict[str, Tensor]:
-        return {"right": answered(model, prompts, reading)}
+        return {"right": few_shot.answered(model, prompts, reading)}
 
     rows, answered_by = (
-        under_ablations(
+        ablated.under_ablations(
             model, texts, by_name, measure, study.show, f"{doing} with something taken away", massive
         )
         for doing, texts, measure in (
             ("reading", list(judged_on.contexts), partial(loss_and_attention, model)),
-            ("asking", texts_of(prompts), asked),
+            ("asking", few_shot.texts_of(prompts), asked),
         )
     )
     answers = {name: of["right"] for name, of in answered_by.items()}
-    outcome.tables["accuracy"] = tabulated(answers, prompts)
+    outcome.tables["accuracy"] = few_shot.tabulated(answers, prompts)
     _read(outcome, massive, rows, answers)
     judge_text(outcome, rows)
     judge_answers(outcome, answers, prompts.tasks)
     more_by_name = {name: more(rows, name) for name in rows if name != DENSE}
     drawn = intervals(more_by_name, "nats per token more", {"rangemode": "tozero"})
     outcome.draw("loss", drawn)
-    outcome.draw("accuracy", accuracy_by_shots({name: of.astype(np.float64) for name, of in answers.items()}))
+    right = {name: of.astype(np.float64) for name, of in answers.items()}
+    outcome.draw("accuracy", few_shot.accuracy_by_shots(right))
 
 
 Rows = Mapping[str, Mapping[str, np.ndarray]]  # ablation → `loss`, `attention` and `sinks` of each context
@@ -163,7 +147,7 @@ def more(rows: Rows, name: str, than: str = DENSE) -> Estimate:
     return Estimate.mean(rows[name]["loss"] - rows[than]["loss"], "contexts")
 
 
-def _read(outcome: Outcome, massive: Spikes, rows: Rows, answers: Mapping[str, Answers]) -> None:
+def _read(outcome: Outcome, massive: Spikes, rows: Rows, answers: Mapping[str, few_shot.Answers]) -> None:
     layers, dimensions = massive.dimensions.nonzero(as_tuple=True)
     names = listed([str(one) for one in dimensions.unique().tolist()], 8)
     behind = f"behind blocks {int(layers.min())} to {int(layers.max())}"
@@ -172,7 +156,7 @@ def _read(outcome: Outcome, massive: Spikes, rows: Rows, answers: Mapping[str, A
     for name, of in rows.items():
         known = np.isfinite(of["attention"])  # contexts with such a token
         cost, attention = more(rows, name), Estimate.mean(of["attention"][known], "contexts")
-        right = by_k(answers[name].astype(np.float64))
+        right = few_shot.by_k(answers[name].astype(np.float64))
         words = f"{with_error(cost.value, cost.error)} nats more; attention to these tokens {percent(attention.value)}"
         words += f", {number(of['sinks'].mean())} sinks there"
         outcome.read(name, f"{words}; right: {right}")
@@ -201,11 +185,11 @@ def judge_text(outcome: Outcome, rows: Rows) -> None:
     outcome.judge("beyond-sinks", more(rows, BOTH, HIDDEN))
 
 
-def judge_answers(outcome: Outcome, answers: Mapping[str, Answers], tasks: Sequence[str]) -> None:
+def judge_answers(outcome: Outcome, answers: Mapping[str, few_shot.Answers], tasks: Sequence[str]) -> None:
     """Judge the claims on few-shot accuracy, after sixteen examples."""
     last = {name: of[:, -1].astype(np.float64) for name, of in answers.items()}
     pairs = (REMOVED, DIMENSIONS, "massive activations"), (HIDDEN, KEYS, "the sinks' attention")
     for name, control, words in pairs:
-        lost = over_tasks(last[DENSE] - last[name], tasks)
-        beyond = over_tasks(last[control] - last[name], tasks).floored()
+        lost = few_shot.over_tasks(last[DENSE] - last[name], tasks)
+        beyond = few_shot.over_tasks(last[control] - last[name], tasks).floored()
         outcome.judge("examples", beyond, name=words, lost=lost)

@@ -46,12 +46,8 @@ from theodolite.system.wording import counted, head_name, listed, number, percen
 from theodolite.theory.decomposition import PARTS
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_name, criterion, declared
-from theodolite_papers.hidden_geometry.layer_columns import (
-    LEAST_UNSMOOTH_POSITIONS,
-    Basis,
-    bases_by_group,
-    unless_hidden,
-)
+from theodolite_papers.hidden_geometry import layer_columns
+from theodolite_papers.hidden_geometry.layer_columns import Basis, bases_by_group, unless_hidden
 from theodolite_papers.hidden_geometry.smoothness import of_an_adder
 
 TIMES_UNIFORM = 2.0  # a head follows what gets `STRONG` of its attention, so many times uniform (ours)
@@ -362,7 +358,7 @@ def judge_rough(outcome: Outcome, study: Study, shares: Floats, positions: int) 
     rough, words = criterion("geometry/unlike-language"), {"median": median, "chance": (10 / positions) ** 2}
     verdict = outcome.verdict("rough", rough.met(known).tolist(), most=number(rough.limit), **words)
     verdict = unless_hidden(verdict, hidden, "head")
-    if positions < LEAST_UNSMOOTH_POSITIONS:
+    if positions < layer_columns.LEAST_UNSMOOTH_POSITIONS:
         verdict = untestable(verdict.claim, f"{positions} positions have only {positions} frequencies")
     outcome.verdicts.append(of_an_adder(study.model, study.run, verdict, median))
 

@@ -27,24 +27,14 @@ from theodolite.judging import NO_NUMBER, UNDECIDED, UNTESTABLE, Verdict, all_of
 from theodolite.measure.column import WITHOUT
 from theodolite.measure.position import SCREENOT_RANK, grouped_basis, screenot_bound
 from theodolite.passes.positions import survey_positions
-from theodolite.report.data import (
-    AT_FLOOR,
-    OF_GROUPS,
-    at_floor,
-    error_of,
-    layer_average,
-    layer_estimates,
-    mean_over_layers,
-    need,
-    value_of,
-)
+from theodolite.report import data
+from theodolite.report.data import AT_FLOOR, need, value_of
 from theodolite.system.wording import counted, with_error
 from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, product, stacked
 from theodolite_papers.experiment import Outcome, Study, random_tokens_like
 
-Basis = Float64[
-    Tensor, "groups positions width"
-]  # the positional basis of a layer, of each group of contexts
+Basis = Float64[Tensor, "groups positions width"]
+"""The positional basis of a layer, of each group of contexts."""
 
 
 def bases_of(means: State) -> list[Basis] | None:
@@ -147,7 +137,7 @@ def leading_of_others(p: Basis, count: int) -> tuple[Basis, Basis]:
 
 def estimates_of(numbers: Jackknifed) -> Estimates:
     """Return the numbers of layers with their standard errors."""
-    return Estimates(numbers.value.double().numpy(), numbers.error.double().numpy(), *OF_GROUPS)
+    return Estimates(numbers.value.double().numpy(), numbers.error.double().numpy(), *data.OF_GROUPS)
 
 
 def shown(number: Estimate) -> str:
@@ -157,8 +147,8 @@ def shown(number: Estimate) -> str:
 
 def mean_of(layers: Estimates) -> Estimate:
     """Average over the layers that are known, as `layer_average` does."""
-    mean, _, error = mean_over_layers(layers.values, layers.errors)
-    return Estimate(mean, error, *OF_GROUPS)
+    mean, _, error = data.mean_over_layers(layers.values, layers.errors)
+    return Estimate(mean, error, *data.OF_GROUPS)
 
 
 def jackknifed(run: Run, name: str) -> Jackknifed:
@@ -224,7 +214,7 @@ def no_room(run: Run) -> str | None:
 
 def found_ranks(run: Run) -> Estimates:
     """Return the rank of each layer; NaN where it is 0, which is the noise floor and no low rank."""
-    ranks = layer_estimates(run, "rank")
+    ranks = data.layer_estimates(run, "rank")
     return replace(ranks, values=np.where(ranks.values > 0, ranks.values, np.nan))
 
 
@@ -302,7 +292,7 @@ def few_positions(run: Run, least: int = LEAST_POSITIONS) -> str | None:
 def smooth_verdict(outcome: Outcome, run: Run, key: str = "smooth", least: int = LEAST_POSITIONS) -> Verdict:
     """Judge the normalised Gram matrix by its mean share of energy in the 10 × 10 lowest frequencies."""
     positions = need(run, "positional_basis").shape[1] - 1
-    mean, _ = layer_average(run, "low_frequency_10")
+    mean, _ = data.layer_average(run, "low_frequency_10")
     if why := few_positions(run, least):
         return untestable(outcome.sentence(key), f"share of energy at K = 10: {mean.value:.3f}, but {why}")
     hidden = np.isnan(value_of(run, "low_frequency_10"))
@@ -313,8 +303,8 @@ def smooth_verdict(outcome: Outcome, run: Run, key: str = "smooth", least: int =
 
 def judge_significant(outcome: Outcome, run: Run) -> None:
     """Judge the relative norms of all layers; one that noise alone reaches is uncertain by half of that at least."""
-    norms, errors = layer_estimates(run, "relative_norm"), error_of(run, "relative_norm")
-    hidden = at_floor(run, "relative_norm")
+    norms, errors = data.layer_estimates(run, "relative_norm"), data.error_of(run, "relative_norm")
+    hidden = data.at_floor(run, "relative_norm")
     errors = np.where(hidden, np.fmax(errors, value_of(run, "relative_norm_floor") / 2), errors)
     verdict = outcome.verdict("significant", replace(norms, errors=errors))
     evidence = verdict.evidence + (f"; {hidden_in(hidden)}" if hidden.any() else "")

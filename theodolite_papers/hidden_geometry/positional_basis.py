@@ -22,19 +22,8 @@ from theodolite.comparison.parts import chance_overlap, overlap
 from theodolite.estimates import Estimate, Floats
 from theodolite.judging import HOLDS, Verdict, untestable
 from theodolite.measure.position import CUTOFFS
-from theodolite.report import style
-from theodolite.report.data import (
-    OF_GROUPS,
-    column,
-    error_of,
-    evenly,
-    layer_average,
-    layer_estimates,
-    layer_numbers,
-    mean_over_layers,
-    need,
-    value_of,
-)
+from theodolite.report import data, style
+from theodolite.report.data import error_of, layer_average, layer_estimates, need, value_of
 from theodolite.report.drawing.grammar import HEADROOM, Panel, dots, line, panels
 from theodolite.report.drawing.layers import spiral
 from theodolite.system.wording import MISSING, for_plotly, number, percent, visible, with_error
@@ -43,19 +32,7 @@ from theodolite_papers import drawing
 from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_layer, declared
 from theodolite_papers.hidden_geometry import layer_columns, published
-from theodolite_papers.hidden_geometry.layer_columns import (
-    WITHOUT_TEXT,
-    Basis,
-    bases_by_group,
-    energy_within,
-    estimates_of,
-    jackknifed,
-    judge_seen,
-    leading_of_others,
-    mean_of,
-    shown,
-    unless_hidden,
-)
+from theodolite_papers.hidden_geometry.layer_columns import Basis, estimates_of, judge_seen, mean_of, shown
 from theodolite_papers.hidden_geometry.smoothness import pictures, singular_values
 
 # Quantity of Table 1 → (column of the layers table, field of a published row).
@@ -152,7 +129,7 @@ def table_2(study: Study, outcome: Outcome) -> None:
     overlapping = f"{percent(float(np.nanmean(shared)))} (random directions: {percent(chance)})"
     outcome.read("overlap of the leading positional directions, as many as the rank", overlapping)
     judge_robustness(outcome, study, second)
-    layers = layer_numbers(first)
+    layers = data.layer_numbers(first)
     compared = ("rank", "rank_screenot", "low_frequency_10")
     here, other = (layer_columns.columns_with_errors(run, compared) for run in runs)
     other = other.drop(columns="layer").add_prefix("other_").assign(overlap=shared)
@@ -177,7 +154,7 @@ def judge_robustness(outcome: Outcome, study: Study, second: Run) -> None:
         here, other = (layer_columns.found_ranks(run) for run in (first, second))
         changes = other.values - here.values
         errors, hidden = np.hypot(error_of(first, "rank"), error_of(second, "rank")), np.isnan(changes)
-        means = (mean_over_layers(np.where(hidden, np.nan, ranks.values))[0] for ranks in (here, other))
+        means = (data.mean_over_layers(np.where(hidden, np.nan, ranks.values))[0] for ranks in (here, other))
         change = mean_of(replace(here, values=changes, errors=errors))
         judge_seen(outcome, "rank", change, changes, **dict(zip(("here", "other"), means, strict=True)))
     outcome.verdicts.append(layer_columns.smooth_verdict(outcome, second))
@@ -190,12 +167,13 @@ def _concentrated(outcome: Outcome, run: Run, key: str, name: str) -> Verdict:
     table = getattr(run, over)
     if lowest not in table or constant not in table:
         return untestable(claim, f"missing in this run: survey again for the low-frequency shares of {name}")
-    share, _, _ = mean_over_layers(table[lowest])
+    share, _, _ = data.mean_over_layers(table[lowest])
     if why := layer_columns.few_positions(run):
         return untestable(claim, f"share of energy at K = 10: {share:.3f}, but {why}")
     beyond = partial(layer_columns.beyond_random_order, positions=need(run, "positional_basis").shape[1] - 1)
     if over == "layers":
-        of_layers = estimates_of(combined(beyond, jackknifed(run, lowest), jackknifed(run, constant)))
+        shares = (layer_columns.jackknifed(run, each) for each in (lowest, constant))
+        of_layers = estimates_of(combined(beyond, *shares))
         hidden, estimate = np.isnan(of_layers.values), mean_of(of_layers)
     else:
         of_heads = beyond(*(torch.tensor(table[each], dtype=torch.float64) for each in (lowest, constant)))
@@ -205,7 +183,7 @@ def _concentrated(outcome: Outcome, run: Run, key: str, name: str) -> Verdict:
         known = of_heads[of_heads.isfinite()]
         estimate = Estimate.mean(known, "heads") if len(known) else Estimate(math.nan)
     verdict = outcome.verdict(key, estimate, matrix=name, share=share, over=over)
-    return unless_hidden(verdict, hidden, over.removesuffix("s"))
+    return layer_columns.unless_hidden(verdict, hidden, over.removesuffix("s"))
 
 
 @declared("geometry/table3")
@@ -216,7 +194,7 @@ def table_3(study: Study, outcome: Outcome) -> None:
     rows: list[dict[str, Any]] = []
     shown: dict[Line, Mapping[int, float]] = {}
     for (name, (prefix, over, paper)), colour in zip(ROWS_OF_TABLE_3.items(), drawing.ORDERS, strict=True):
-        columns = {k: column(getattr(run, over), f"{prefix}low_frequency_{k}") for k in CUTOFFS}
+        columns = {k: data.column(getattr(run, over), f"{prefix}low_frequency_{k}") for k in CUTOFFS}
         shares = {k: float(np.nanmean(values)) for k, values in columns.items() if values is not None}
         shown[Line(name, colour, width=2.2, marker=6)] = shares
         shown[Line(f"{name}, GPT-2 in Table 3", colour, "dot", drawing.LINE, 4)] = paper
@@ -260,7 +238,7 @@ def _beside_published(
         {"model": of, "text": text} | {f"layer {layer}": value for layer, value in enumerate(row)}
         for of, text, row in every
     )
-    layers = layer_numbers(run)
+    layers = data.layer_numbers(run)
     drawn = drawing.over_layers(
         layers, {"this model": (values, errors)}, title, drawing.TWOS if log else None
     )
@@ -312,7 +290,7 @@ def roughness(p: Basis) -> Jackknifed:
 
     Mean squared step over twice the variance, n − 1 of n positions. NaN where the curve is at the noise floor.
     """
-    one, other = leading_of_others(p, 2)
+    one, other = layer_columns.leading_of_others(p, 2)
     steps, spread = ((a * b).sum(dim=(1, 2)) for a, b in ((one.diff(dim=1), other.diff(dim=1)), (one, other)))
     seen = leaving_out(lambda used: used @ spread / used.sum(), len(p)).above_noise()
     return leaving_out(lambda used: (used @ steps) / (used @ spread) / 2, len(p)).where(seen)
@@ -324,7 +302,7 @@ def shape_of(bases: list[Basis]) -> dict[str, Jackknifed]:
     def of_layer(p: Basis) -> dict[str, Jackknifed]:
         rough = roughness(p)
         curves = p @ torch.linalg.svd(p.mean(dim=0), full_matrices=False).Vh[:2].T
-        energy = energy_within(p)
+        energy = layer_columns.energy_within(p)
         return {
             "scale": combined(lambda largest: largest / p.shape[1] ** 0.5, largest_square(p).root()),
             "share_of_two_directions": energy[1],
@@ -338,11 +316,11 @@ def shape_of(bases: list[Basis]) -> dict[str, Jackknifed]:
 
 
 def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) -> None:
-    if bases := bases_by_group(study, run):
+    if bases := layer_columns.bases_by_group(study, run):
         _judge_shape(outcome, shape_of(bases), place)
     else:
         for claim in ("continuous", "low-dimensional", "spiral"):
-            outcome.cannot_judge(claim, WITHOUT_TEXT, place=place)
+            outcome.cannot_judge(claim, layer_columns.WITHOUT_TEXT, place=place)
     drawn = by_layer(len(run.layers), lambda layer: spiral(run, layer), grid=True)
     outcome.draw("principal-components", drawn, place=place)
     outcome.draw("waves", by_layer(len(run.layers), lambda layer: waves(run, layer)))
@@ -351,7 +329,7 @@ def _principal_components(outcome: Outcome, study: Study, run: Run, place: str) 
 def waves(run: Run, layer: int) -> go.Figure:
     """Draw the positional basis' first three principal components against position: waves of rising frequency."""
     basis = need(run, "positional_pca")[layer, 1:]
-    rows = evenly(len(basis), WAVE_POSITIONS)
+    rows = data.evenly(len(basis), WAVE_POSITIONS)
     lines, titles = (
         drawing.in_order([f"component {place}" for place in (1, 2, 3)]),
         ("position", "projection"),
@@ -383,11 +361,11 @@ def _judge_shape(outcome: Outcome, shape: dict[str, Jackknifed], place: str) -> 
 @declared("geometry/figure1")
 def principal_components(study: Study, outcome: Outcome) -> None:
     _principal_components(outcome, study, study.run, "Fig. 1")
-    if bases := bases_by_group(study):
+    if bases := layer_columns.bases_by_group(study):
         growth = scale_growth(bases)
         judge_seen(outcome, "growing", growth, np.array([growth.value]))
     else:
-        outcome.cannot_judge("growing", WITHOUT_TEXT)
+        outcome.cannot_judge("growing", layer_columns.WITHOUT_TEXT)
 
 
 def scale_growth(bases: list[Basis]) -> Estimate:
@@ -395,7 +373,7 @@ def scale_growth(bases: list[Basis]) -> Estimate:
     squares = stacked([largest_square(p) for p in bases])
     growth = combined(lambda scales: scales.max() / scales[0], squares.root()).corrected()
     seen = growth.where(squares.above_noise()[0])
-    return Estimate(float(seen.value), float(seen.error), *OF_GROUPS)
+    return Estimate(float(seen.value), float(seen.error), *data.OF_GROUPS)
 
 
 @declared("geometry/figure24")
@@ -413,7 +391,7 @@ def spectrum(study: Study, outcome: Outcome) -> None:
     ranks, energy = value_of(run, "rank"), layer_columns.energy_within_rank(study)
     table = pd.DataFrame({"layer": range(len(ranks)), "rank": ranks})
     if energy is None:
-        outcome.cannot_judge("few-values", WITHOUT_TEXT)
+        outcome.cannot_judge("few-values", layer_columns.WITHOUT_TEXT)
     else:
         table = table.assign(energy_within_rank=energy.values, energy_within_rank_se=energy.errors)
         outcome.read("share of energy within the rank", percent(mean_of(energy).value))
@@ -426,7 +404,7 @@ def spectrum(study: Study, outcome: Outcome) -> None:
     smooth, _ = layer_average(run, "low_frequency_10")
     outcome.read("energy of the 10 × 10 lowest frequencies", shown(smooth), "GPT-2: 99.7 %")
     outcome.verdicts.append(layer_columns.smooth_verdict(outcome, run))
-    screenot = column(run.layers, "rank_screenot")
+    screenot = data.column(run.layers, "rank_screenot")
     outcome.draw("singular-values", singular_values(singular, ranks=screenot, most=CURVES))
     _, frequencies = pictures(torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
     outcome.draw("frequencies", by_layer(len(ranks), frequencies))
@@ -434,5 +412,5 @@ def spectrum(study: Study, outcome: Outcome) -> None:
 
 def _mean_and_deviation(values: Sequence[float] | Floats) -> str:
     """Write mean and standard deviation over layers as in Table 1: `11.4 (1.86)`."""
-    mean, deviation, _ = mean_over_layers(values)
+    mean, deviation, _ = data.mean_over_layers(values)
     return f"{number(mean)} ({number(deviation)})" if math.isfinite(mean) else number(mean)

@@ -16,11 +16,7 @@ from theodolite.report.data import TABLE_1 as TABLE_1
 from theodolite.report.data import closest as closest
 
 MODELS = ("GPT-2", "BERT", "BLOOM", "Llama 2")
-TEXTS = (
-    "GitHub",
-    "OpenWebText",
-    "WikiText",
-)  # the texts of the three rows that Tables 4 to 6 give each model
+TEXTS = ("GitHub", "OpenWebText", "WikiText")  # of the three rows that Tables 4 to 6 give each model
 Rows = dict[str, list[list[float]]]
 
 

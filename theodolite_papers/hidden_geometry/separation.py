@@ -12,34 +12,15 @@ from scipy.optimize import linear_sum_assignment
 from theodolite import Run
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Floats
-from theodolite.report import style
-from theodolite.report.data import (
-    error_of,
-    evenly,
-    layer_average,
-    layer_estimates,
-    layer_numbers,
-    need,
-    provenance,
-    value_of,
-)
+from theodolite.report import data, style
 from theodolite.report.drawing.grammar import heat
 from theodolite.system.wording import for_plotly, number, with_error
 from theodolite.theory import normalised_gram
 from theodolite.theory.unbiased import Jackknifed, combined
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, declared
-from theodolite_papers.hidden_geometry import published
-from theodolite_papers.hidden_geometry.layer_columns import (
-    between_over_within,
-    columns_with_errors,
-    estimates_of,
-    jackknifed,
-    judge_seen,
-    mean_of,
-    over_random,
-    smooth_verdict,
-)
+from theodolite_papers.hidden_geometry import layer_columns, published
+from theodolite_papers.hidden_geometry.layer_columns import estimates_of, jackknifed, mean_of
 
 LEAST_NAMED = 0.04  # of a map's side, below which a block has no room for its name
 
@@ -110,7 +91,7 @@ def chosen_contexts(
 
 def _judge_layers(outcome: Outcome, key: str, numbers: Jackknifed) -> None:
     estimates = estimates_of(numbers)
-    judge_seen(outcome, key, estimates, estimates.values)
+    layer_columns.judge_seen(outcome, key, estimates, estimates.values)
 
 
 BLOCKS = {
@@ -123,22 +104,22 @@ BLOCKS = {
 @declared("geometry/figure2")
 def figure_2(study: Study, outcome: Outcome) -> None:
     run = study.run
-    names = provenance(run, "corpus", "labels") or []
-    places, of = chosen_contexts(need(run, "context_label"))
+    names = data.provenance(run, "corpus", "labels") or []
+    places, of = chosen_contexts(data.need(run, "context_label"))
     shown = min(SHOWN_POSITIONS, POSITIONS_PER_CONTEXT * len(places))
-    positions = [1 + place for place in evenly(need(run, "positional_basis").shape[1] - 1, shown)]
-    basis, contexts = need(run, "positional_basis"), need(run, "context_basis")
+    positions = [1 + place for place in data.evenly(data.need(run, "positional_basis").shape[1] - 1, shown)]
+    basis, contexts = data.need(run, "positional_basis"), data.need(run, "context_basis")
     rows = np.concatenate([basis[:, positions], contexts[:, places]], axis=1)
     grams = normalised_gram(torch.from_numpy(rows)).numpy()
     count = len(set(of))
     outcome.read("labels and contexts", f"{count} labels, {len(places)} contexts", "4 documents of 32")
     _read_means(outcome, run, BLOCKS)
-    outcome.verdicts.append(smooth_verdict(outcome, run))
-    _judge_layers(outcome, "incoherent", over_random(run))
+    outcome.verdicts.append(layer_columns.smooth_verdict(outcome, run))
+    _judge_layers(outcome, "incoherent", layer_columns.over_random(run))
     gap = combined(torch.sub, jackknifed(run, "cosine_within"), jackknifed(run, "cosine_between"))
     _judge_layers(outcome, "clusters", gap)
     _deepens(outcome, gap.value.numpy())
-    outcome.tables["blocks"] = columns_with_errors(run, BLOCKS)
+    outcome.tables["blocks"] = layer_columns.columns_with_errors(run, BLOCKS)
     labels = [str(names[label]) if label < len(names) else str(label) for label in of]
     outcome.draw(
         "gram",
@@ -195,31 +176,31 @@ INCOHERENCES = {
 
 def _read_means(outcome: Outcome, run: Run, columns: dict[str, tuple[str, str]]) -> None:
     for name, (title, printed) in columns.items():
-        mean, _ = layer_average(run, name)
+        mean, _ = data.layer_average(run, name)
         outcome.read(f"{title}, mean over layers", with_error(mean.value, mean.error), printed)
 
 
 def _curves(run: Run, titles: dict[str, str]) -> dict[str, tuple[Floats, Floats]]:
-    return {title: (value_of(run, name), error_of(run, name)) for name, title in titles.items()}
+    return {title: (data.value_of(run, name), data.error_of(run, name)) for name, title in titles.items()}
 
 
 @declared("geometry/clusters")
 def clusters(study: Study, outcome: Outcome) -> None:
-    run, layers = study.run, layer_numbers(study.run)
-    labels, of_layers = need(run, "context_label"), need(run, "context_cluster")
-    named = provenance(run, "corpus", "labels") or []
+    run, layers = study.run, data.layer_numbers(study.run)
+    labels, of_layers = data.need(run, "context_label"), data.need(run, "context_cluster")
+    named = data.provenance(run, "corpus", "labels") or []
     names = [str(named[i]) if i < len(named) else str(i) for i in range(int(labels.max()) + 1)]
     frequent = frequent_labels(labels, len(names))
     if len(frequent) < 2:
         raise UsageError("geometry/clusters needs two labels with two contexts each: use more --contexts")
     _read_means(outcome, run, COMPARED)
     outcome.read("labels with two contexts or more", str(len(frequent)), "4 documents of 32")
-    outcome.judge("nearer", layer_estimates(run, "silhouette"))
-    outcome.judge("clusters", layer_estimates(run, "cluster_ari"))
-    _judge_layers(outcome, "separated", between_over_within(run))
-    outcome.tables["layers"] = columns_with_errors(run, COMPARED)
+    outcome.judge("nearer", data.layer_estimates(run, "silhouette"))
+    outcome.judge("clusters", data.layer_estimates(run, "cluster_ari"))
+    _judge_layers(outcome, "separated", layer_columns.between_over_within(run))
+    outcome.tables["layers"] = layer_columns.columns_with_errors(run, COMPARED)
     places, of = chosen_contexts(labels, SHOWN_LABELS, SHOWN_CONTEXTS, least=2)
-    grams = normalised_gram(torch.from_numpy(need(run, "context_basis")[:, places])).numpy()
+    grams = normalised_gram(torch.from_numpy(data.need(run, "context_basis")[:, places])).numpy()
     shown = [names[label] for label in of]
     drawn = by_layer(len(grams), lambda layer: gram_by_label(grams[layer], shown), grid=True)
     outcome.draw("gram", drawn, places=len(places), of=len(set(of)))
@@ -239,9 +220,9 @@ def incoherence(study: Study, outcome: Outcome) -> None:
     run = study.run
     titles = {name: title for name, (title, _) in INCOHERENCES.items()}
     _read_means(outcome, run, INCOHERENCES)
-    ratio = over_random(run)
+    ratio = layer_columns.over_random(run)
     outcome.read("over that of random directions", number(mean_of(estimates_of(ratio)).value))
     _judge_layers(outcome, "mean", ratio)
-    outcome.tables["layers"] = columns_with_errors(run, INCOHERENCES)
-    drawn = drawing.over_layers(layer_numbers(run), _curves(run, titles), "cosine", baseline=True)
+    outcome.tables["layers"] = layer_columns.columns_with_errors(run, INCOHERENCES)
+    drawn = drawing.over_layers(data.layer_numbers(run), _curves(run, titles), "cosine", baseline=True)
     outcome.draw("incoherence", drawn)

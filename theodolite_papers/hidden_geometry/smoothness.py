@@ -27,39 +27,15 @@ from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import HOLDS, UNTESTABLE, Verdict, judge, untestable
 from theodolite.measure.position import CUTOFFS
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.report import style
-from theodolite.report.data import (
-    error_of,
-    evenly,
-    layer_average,
-    layer_estimates,
-    layer_numbers,
-    need,
-    provenance,
-    value_of,
-)
+from theodolite.report import data, style
 from theodolite.report.drawing.grammar import dots, heat, line
 from theodolite.system.wording import counted, number, percent, with_error
 from theodolite.theory import dct2, low_frequency_ratio, normalised_gram, sinusoidal
 from theodolite.theory.unbiased import Jackknifed, combined, leaving_out, stacked
 from theodolite_papers import drawing
 from theodolite_papers.experiment import Outcome, Study, by_layer, by_name, criterion, declared
-from theodolite_papers.hidden_geometry import published
-from theodolite_papers.hidden_geometry.layer_columns import (
-    LEAST_POSITIONS,
-    LEAST_UNSMOOTH_POSITIONS,
-    WITHOUT_TEXT,
-    Basis,
-    bases_by_group,
-    energy_within,
-    estimates_of,
-    grams_between,
-    is_seen,
-    mean_of,
-    shown,
-    smooth_verdict,
-    unless_hidden,
-)
+from theodolite_papers.hidden_geometry import layer_columns, published
+from theodolite_papers.hidden_geometry.layer_columns import Basis, energy_within, estimates_of, is_seen, shown
 from theodolite_papers.training.tasks import CHARACTERS, QUICK_TEST, Additions
 
 PAPER_ACCURACY = {
@@ -80,7 +56,7 @@ def is_adder(model: OpenModel) -> bool:
 
 def task_of(run: Run) -> Additions:
     """Make the task of additions of as many digits as the run's text says, which are those the model was trained on."""
-    return Additions.named(provenance(run, "corpus", "name") or "") or Additions()
+    return Additions.named(data.provenance(run, "corpus", "name") or "") or Additions()
 
 
 def trained_on(model: OpenModel) -> Additions:
@@ -270,7 +246,7 @@ def spike(gram: Tensor) -> Tensor:
 
 def spike_between(p: Basis) -> Jackknifed:
     """Estimate the spike by products of different groups; NaN at the noise floor."""
-    between = grams_between(p)
+    between = layer_columns.grams_between(p)
     return leaving_out(lambda used: spike(between(used)), len(p)).where(is_seen(p))
 
 
@@ -297,8 +273,8 @@ DIFFERENCES = {
 
 def learned_measures(study: Study) -> dict[str, Estimates]:
     """Estimate the numbers of `DIFFERENCES` of every layer; NaN at the noise floor; without the text the last alone."""
-    learned = {"low_frequency_10": layer_estimates(study.run, "low_frequency_10")}
-    if bases := bases_by_group(study):
+    learned = {"low_frequency_10": data.layer_estimates(study.run, "low_frequency_10")}
+    if bases := layer_columns.bases_by_group(study):
         learned["spike"] = estimates_of(stacked([spike_between(p) for p in bases]))
         needed = [combined(directions_needed, energy_within(p)).where(is_seen(p)) for p in bases]
         learned["directions"] = estimates_of(stacked(needed))
@@ -310,19 +286,21 @@ def _judge_difference(
 ) -> None:
     """Judge a number of every layer against that of the fixed encoding, centred and as printed."""
     if learned is None:
-        outcome.cannot_judge(name, WITHOUT_TEXT)
+        outcome.cannot_judge(name, layer_columns.WITHOUT_TEXT)
         return
     what, words = DIFFERENCES[name]
-    hidden, mean = np.isnan(learned.values), mean_of(learned)
+    hidden, mean = np.isnan(learned.values), layer_columns.mean_of(learned)
     outcome.read(f"{what}: sinusoidal, learned", f"{number(fixed[0])}, {shown(mean)}", words)
     numbers = (
         f"learned {number(mean.value)} (mean over {(~hidden).sum()} layers), sinusoidal {number(fixed[0])} "
         f"({number(fixed[1])} uncentred)"
     )
     verdict = outcome.verdict(name, replace(mean, value=mean.value - fixed[0]), numbers=numbers)
-    if need(study.run, "positional_basis").shape[1] - 1 < LEAST_POSITIONS:
-        verdict = untestable(verdict.claim, f"{numbers}; fewer than {LEAST_POSITIONS} positions")
-    outcome.verdicts.append(unless_hidden(verdict, hidden))
+    if data.need(study.run, "positional_basis").shape[1] - 1 < layer_columns.LEAST_POSITIONS:
+        verdict = untestable(
+            verdict.claim, f"{numbers}; fewer than {layer_columns.LEAST_POSITIONS} positions"
+        )
+    outcome.verdicts.append(layer_columns.unless_hidden(verdict, hidden))
 
 
 def singular_values(
@@ -335,7 +313,7 @@ def singular_values(
     traces: list[Any] = [drawing.depth_bar(len(learned))]
     index = np.arange(1, learned.shape[1] + 1, dtype=np.int32)
     lines = drawing.in_order([f"layer {layer}" for layer in range(len(learned))])
-    for layer in evenly(len(learned), most or len(learned)):
+    for layer in data.evenly(len(learned), most or len(learned)):
         of_layer, largest = learned[layer], learned[layer].max()
         if not largest > 0:
             continue
@@ -368,7 +346,7 @@ def dct(magnitudes: Floats) -> go.Figure:
 
 def gram(cosines: Floats, most: int) -> go.Figure:
     """Draw the normalised Gram matrix of `most` positions, evenly chosen from 1 on (Song & Zhong 2024, Fig. 2)."""
-    shown = evenly(len(cosines), most)
+    shown = data.evenly(len(cosines), most)
     names = [f"position {place + 1}" for place in shown]
     ticks = [(len(names) / 2, "positions →")]
     upright: dict[str, Any] = {"height": 440, "yaxis": {"tickangle": -90}}
@@ -377,10 +355,10 @@ def gram(cosines: Floats, most: int) -> go.Figure:
 
 def low_frequency(run: Run) -> go.Figure:
     """Draw the share of the Gram matrix's energy in its K×K lowest frequencies for every K, beside Table 3."""
-    layers, sizes = layer_numbers(run), CUTOFFS
+    layers, sizes = data.layer_numbers(run), CUTOFFS
     lines = drawing.in_order([f"K = {size}" for size in sizes], marker=5)
     columns, titles = [f"low_frequency_{size}" for size in sizes], ("layer", "share of energy")
-    values, errors = ([of(run, name) for name in columns] for of in (value_of, error_of))
+    values, errors = ([of(run, name) for name in columns] for of in (data.value_of, data.error_of))
     axes: dict[str, Any] = {"xaxis": style.layer_axis(layers), "yaxis": {"range": [0, 1.05]}}
     drawn = drawing.curves(layers, lines, values, titles, errors=errors, **axes)
     ends = layers[[0, -1]]
@@ -405,7 +383,7 @@ def pictures(bases: Tensor) -> tuple[Callable[[int], go.Figure], Callable[[int],
 @declared("geometry/figure7")
 def figure_7(study: Study, outcome: Outcome) -> None:
     run = study.run
-    bases = torch.from_numpy(need(run, "positional_basis")[:, 1:]).double()
+    bases = torch.from_numpy(data.need(run, "positional_basis")[:, 1:]).double()
     layers, positions, width = bases.shape
     fixed = sinusoidal(positions + 1, width + width % 2)[1:, :width]
     centred = fixed - fixed.mean(0)
@@ -431,15 +409,15 @@ def figure_7(study: Study, outcome: Outcome) -> None:
 
 @declared("geometry/figure5")
 def figure_5(study: Study, outcome: Outcome) -> None:
-    run, (mean, _) = study.run, layer_average(study.run, "low_frequency_10")
+    run, (mean, _) = study.run, data.layer_average(study.run, "low_frequency_10")
     paper = f"additions: about {percent(published.LOW_FREQUENCY_ADDITION)}; GPT-2: 99.7 %"
     outcome.read("energy of the 10 × 10 lowest frequencies, mean over layers", shown(mean), paper)
     share = f"its share of energy at K = 10: {shown(mean)}"
-    verdict = smooth_verdict(outcome, run, "rough", LEAST_UNSMOOTH_POSITIONS)
+    verdict = layer_columns.smooth_verdict(outcome, run, "rough", layer_columns.LEAST_UNSMOOTH_POSITIONS)
     outcome.verdicts.append(of_an_adder(study.model, run, verdict, share))
     shares = [f"low_frequency_{k}" for k in (1, 3, 5, 10)]
     outcome.tables["smoothness"] = run.layers.filter(["layer", *shares])
-    picture, frequencies = pictures(torch.from_numpy(need(run, "positional_basis")[:, 1:]).double())
+    picture, frequencies = pictures(torch.from_numpy(data.need(run, "positional_basis")[:, 1:]).double())
     outcome.draw("gram", by_layer(len(run.layers), picture, grid=True))
     outcome.draw("frequencies", by_layer(len(run.layers), frequencies))
     if math.isfinite(mean.value):

@@ -27,15 +27,8 @@ from theodolite.theory.unbiased import Jackknifed, leaving_out, product, stacked
 from theodolite_papers import drawing
 from theodolite_papers.drawing import Line
 from theodolite_papers.experiment import Outcome, Study, by_name, declared
-from theodolite_papers.hidden_geometry.layer_columns import (
-    WITHOUT_TEXT,
-    Basis,
-    bases_by_group,
-    estimates_of,
-    grams_between,
-    judge_seen,
-    shown,
-)
+from theodolite_papers.hidden_geometry import layer_columns
+from theodolite_papers.hidden_geometry.layer_columns import Basis, judge_seen, shown
 
 
 class SmoothnessBound(NamedTuple):
@@ -238,7 +231,7 @@ ORDERS = (1, 2, 3)
 def cosines_between(p: Basis, used: Float64[Tensor, " groups"] | None = None) -> Float64[Tensor, "n n"]:
     """Estimate the normalised Gram matrix by products of different groups; NaN at positions without a length."""
     lengths = squared_lengths(product(p), torch.arange(1, p.shape[1] + 1))[0][0].sqrt()
-    return grams_between(p)(used) / lengths.outer(lengths)
+    return layer_columns.grams_between(p)(used) / lengths.outer(lengths)
 
 
 def premise_of(p: Basis, cutoff: int) -> tuple[float, float]:
@@ -354,7 +347,7 @@ def theorem_1(study: Study, outcome: Outcome) -> None:
     # Of this matrix, whatever text it is of: the theorem is about every Gram matrix.
     largest = Estimate.exact(float((attained[:, None] / np.maximum(bounds, rounding)).max()))
     outcome.judge("bound", largest, layers=len(trivial), last=cutoffs[-1], orders=orders)
-    _judge_approximation(outcome, bases_by_group(study), layers, moderate)
+    _judge_approximation(outcome, layer_columns.bases_by_group(study), layers, moderate)
     _draw_bounds(outcome, layers, cutoffs, bounds, attained, trivial)
 
 
@@ -364,12 +357,12 @@ def _judge_approximation(
     """Judge whether the Gram matrices, without noise, are nearly those of few frequencies, and by the theorem."""
     if bases is None:
         for claim in ("premise", "implied", "approximated"):
-            outcome.cannot_judge(claim, WITHOUT_TEXT)
+            outcome.cannot_judge(claim, layer_columns.WITHOUT_TEXT)
         return
     chosen = [bases[layer] for layer in layers]
     values, errors = np.array([premise_of(p, moderate) for p in chosen]).T
     premise = Estimates(values, errors, *OF_GROUPS)
-    near = estimates_of(stacked([attained_over_none(p, moderate) for p in chosen]))
+    near = layer_columns.estimates_of(stacked([attained_over_none(p, moderate) for p in chosen]))
     for name, of_layers, paper in (
         ("bound", values, "“moderate k and m”"),
         ("attained", near.values, "“G ≈”"),

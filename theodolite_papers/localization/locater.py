@@ -24,15 +24,7 @@ from theodolite.report import style
 from theodolite.report.drawing.grammar import Panel, band, heat, line, panels
 from theodolite.system.wording import counted, for_plotly, number
 from theodolite_papers.drawing import TWOS, by_category, curves
-from theodolite_papers.experiment import (
-    Experiment,
-    Outcome,
-    Study,
-    by_name,
-    criterion,
-    declared,
-    of_nothing,
-)
+from theodolite_papers.experiment import Experiment, Outcome, Study, by_name, criterion, declared, of_nothing
 from theodolite_papers.localization.locater_training import (
     PUBLISHED_STEPS,
     GridRun,
