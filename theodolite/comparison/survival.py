@@ -135,9 +135,8 @@ class Survival:
     by_chance: float = 0.0  # how many units would survive if heads were matched at random; 0: none
     paired: Estimate | None = None  # share of the whole family left, over contexts; None: read off the units
     further: tuple[Verdict, ...] = ()  # verdicts on more than what survives
-    contexts: int = (
-        0  # that the units' errors rest on; 0: no other text would say anything else, as of weights
-    )
+    # That the units' errors rest on; 0: no other text would say anything else, as of weights.
+    contexts: int = 0
 
     def count(self, status: str) -> int:
         """Count the units with this status."""

@@ -28,12 +28,7 @@ from theodolite.models.guard import measures
 from theodolite.models.texts import text_of_tokens
 from theodolite.passes.corpus_pass import CorpusPass, batch_of, check_fit, refuse_nonfinite_stream
 from theodolite.system.progress import ShowStage
-from theodolite.theory.outliers import (
-    Thresholds,
-    outlier_dimensions,
-    outlier_features,
-    typical_magnitude,
-)
+from theodolite.theory.outliers import Thresholds, outlier_dimensions, outlier_features, typical_magnitude
 
 STREAM, HEADS = "stream", "heads"  # whose values: one part a token, H parts
 
@@ -150,10 +145,7 @@ def find_outliers(
 
 
 class _OutlierPass(CorpusPass):
-    """Pass the residual stream (one part per token), and the heads' outputs (H parts), to accumulators.
-
-    Those of heads are counted by the layers that attend.
-    """
+    """Pass the residual stream (1 part a token) and the outputs of heads of layers that attend (H) to accumulators."""
 
     def __init__(
         self, model: OpenModel, corpus: Corpus, sums: Mapping[str, LayerBounds | Activations]
