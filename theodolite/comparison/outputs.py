@@ -159,7 +159,6 @@ def read_outputs(
     batch = corpus_pass.batch_of(corpus, batch)
     of_pass = {"outputs": True, "corpus": corpus.sha256, "batch": batch}
     fingerprint = {**corpus_pass.fingerprint_of(model), **of_pass}
-
     provenance = describe_model(model) | describe_pass(model, corpus, SEED, fingerprint)
     directions = _directions(model.width)
 

@@ -51,9 +51,8 @@ def outcome(audits: Sequence[Audit]) -> Outcome:
             pair = {"before_in": audit.reference, "after_in": audit.other} if len(audits) > 1 else {}
             if (table := audit.tables.get(name)) is not None:
                 tables.append(table.assign(**pair)[[*pair, *table]])
-        page.tables[name] = pd.concat(
-            [table for table in tables if len(table)] or tables[:1], ignore_index=True
-        )
+        filled = [table for table in tables if len(table)]
+        page.tables[name] = pd.concat(filled or tables[:1], ignore_index=True)
     _draw_parts(page, audits)
     return page
 

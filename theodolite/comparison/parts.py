@@ -58,9 +58,8 @@ def number_of(run: Run, table: str, name: str) -> Jackknifed:
 
 def _or_zero(numbers: Jackknifed) -> Jackknifed:
     """Give 0 for numbers that are NaN."""
-    return Jackknifed(
-        *(part.masked_fill(numbers.value.isnan(), 0) for part in (numbers.value, numbers.without))
-    )
+    unknown = numbers.value.isnan()
+    return Jackknifed(numbers.value.masked_fill(unknown, 0), numbers.without.masked_fill(unknown, 0))
 
 
 def _contexts(run: Run) -> int:

@@ -77,9 +77,8 @@ def join(key: Sequence[str], before: Units, after: Units) -> Joined:
         frames.append(units.astype(texts).assign(place=np.arange(len(units))))
     rows = frames[0].merge(frames[1], "outer", list(key), suffixes=("_before", "_after"), sort=True)
     old, new = (torch.tensor(rows.pop(f"place_{side}").fillna(-1).to_numpy(np.int64)) for side in SIDES)
-    return Joined(
-        rows, {name: (_taken(of, old), _taken(after[1][name], new)) for name, of in before[1].items()}
-    )
+    numbers = {name: (_taken(of, old), _taken(after[1][name], new)) for name, of in before[1].items()}
+    return Joined(rows, numbers)
 
 
 def _taken(of_units: Jackknifed, places: Tensor) -> Jackknifed:

@@ -110,10 +110,8 @@ def find_outliers(
         return _OutlierPass(model, some, sums)
 
     def count(states: States) -> Steps:
-        sums = {}
-        for values in (STREAM, HEADS):
-            bounds = states.of(f"baseline.{values}")["bounds"]
-            sums[values] = Activations(bounds, thresholds, trailing)
+        bounds = {values: states.of(f"baseline.{values}")["bounds"] for values in (STREAM, HEADS)}
+        sums = {values: Activations(of, thresholds, trailing) for values, of in bounds.items()}
         return _OutlierPass(model, corpus, sums)
 
     stages = [Stage("baseline", "sizing layers", baseline), Stage("count", "counting outliers", count)]
@@ -179,11 +177,9 @@ def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_laye
     # Of all parts of a layer together, so that the level is that of a layer.
     level = thresholds.level / parts
     (z, adaptive), (_, large_rms) = (outlier_dimensions(size, level) for size in (typical, rms))
-    published = (
-        outlier_features(share[:, 0], thresholds)[:, None]
-        if across_layers
-        else share >= thresholds.outlier_tokens
-    )
+    published = share >= thresholds.outlier_tokens
+    if across_layers:
+        published = outlier_features(share[:, 0], thresholds)[:, None]
     columns: dict[str, Tensor] = {
         "share": share,
         "rms": rms,

@@ -160,9 +160,6 @@ def trace_sinks(
         w_o = widest_output_weights(model, layer)
         return {"metric": (w_o @ w_o.mT)[None]}
 
-    def metric(states: States) -> Rows[int]:
-        return Rows(range(model.layers), squared)
-
     def trace(states: States) -> TracePass:
         return TracePass(model, corpus, batch, states.of("metric")["metric"], local_sinks)
 
@@ -187,7 +184,7 @@ def trace_sinks(
         )
 
     stages = [
-        Stage("metric", OUTPUT_TITLE, metric),
+        Stage("metric", OUTPUT_TITLE, lambda states: Rows(range(model.layers), squared)),
         Stage("trace", "tracing sinks", trace),
         Stage("written", "projecting tags", write),
     ]
