@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests import checkpoints
 from tests.calls import call
 from theodolite import Run
-from theodolite.comparison.series import step_of
+from theodolite.comparison.page import step_of
 
 SMALL = ["--corpus", "random", "--length", "16", "--contexts", "8"]
 

@@ -118,7 +118,7 @@ def shard_of(given: str) -> tuple[int, int]:
 
 def _survey_series(models: list[str], out: Path, survey_one: Callable[..., Any], as_json: bool) -> None:
     """Survey each model into a folder of its own below `out`, and write table and curves of them all."""
-    from theodolite.comparison.series import write_series
+    from theodolite.comparison.page import write_series
     from theodolite.report.data import records
 
     runs: dict[str, Run] = {}

@@ -17,8 +17,6 @@ import torch
 
 import theodolite.comparison.parts as parts_of
 from theodolite.comparison.outputs import Loss, loss
-from theodolite.comparison.parts import HEAD, mean_of, number_of
-from theodolite.comparison.parts import OUTPUTS as HEAD_OUTPUTS
 from theodolite.comparison.survival import LOST, NEW, SIDES, SURVIVED, UNDECIDED, Change, Survival
 from theodolite.corpus.groups import GROUPS
 from theodolite.errors import UsageError
@@ -30,7 +28,6 @@ from theodolite.report.data import provenance
 from theodolite.system.run_folders import OUTPUTS, TRACE, is_run
 from theodolite.system.wording import head_name, listed, names_of, percent
 
-MOST_HARDEST = 3  # if more heads tie for hit hardest, none is named
 SIMILAR_MEANS = {"localization": ("heads", "propagation"), "context": ("layers", "similarity_within")}
 SIMILAR = Criterion("within", 0.1, "ours")  # of the change of a share of all keys, or of a cosine
 # What two models have in common whose heads are the same ones: of `OpenModel` and provenance → name in messages.
@@ -77,7 +74,7 @@ class Audit:
             clauses.append(f"Hit hardest: {'; '.join(hardest)}.")
         if self.loss is not None:
             clauses.append(f"{self.loss}.")
-        if all(part.name != HEAD_OUTPUTS for part in self.parts):
+        if all(part.name != parts_of.OUTPUTS for part in self.parts):
             clauses.append("Head outputs were not compared.")
         return " ".join(clauses)
 
@@ -132,22 +129,22 @@ class Audit:
 
 
 def _hit_hardest(parts: Sequence[Survival]) -> list[str]:
-    """Find the heads that lost something in the most parts, with these parts; none where many tie.
+    """Find the heads that lost something in the most parts, with these parts; none where more than three tie.
 
     In two at least, or their output: such a head is cut off.
     """
     lost: dict[tuple[int, int], list[str]] = {}
     for part in parts:
         if "head" in part.table:
-            heads = part.table.loc[part.table["status"] == LOST, HEAD].drop_duplicates()
+            heads = part.table.loc[part.table["status"] == LOST, parts_of.HEAD].drop_duplicates()
             for head in heads.itertuples(index=False, name=None):
                 lost.setdefault(head, []).append(part.name)
-    hit = {head: names for head, names in sorted(lost.items()) if len(names) > 1 or HEAD_OUTPUTS in names}
+    hit = {head: names for head, names in sorted(lost.items()) if len(names) > 1 or parts_of.OUTPUTS in names}
     most = max(map(len, hit.values()), default=0)
     hardest = [
         f"{head_name(*head)} ({listed(names, 9)})" for head, names in hit.items() if len(names) == most
     ]
-    return hardest if len(hardest) <= MOST_HARDEST else []
+    return hardest if len(hardest) <= 3 else []
 
 
 def compare(
@@ -225,10 +222,10 @@ def _means(*runs: Run) -> dict[str, tuple[Change, Verdict]]:
     """Compare the mean share of keys that propagate and the mean within-label cosine; judge whether each is similar."""
     means = {}
     for name, (table, measure) in SIMILAR_MEANS.items():
-        before, after = (number_of(run, table, measure) for run in runs)
+        before, after = (parts_of.number_of(run, table, measure) for run in runs)
         known = before.value.isfinite() & after.value.isfinite()
         if known.any():
-            change = Change.of(mean_of(table, measure), torch.nanmean, before[known], after[known])
+            change = Change.of(parts_of.mean_of(table, measure), torch.nanmean, before[known], after[known])
             estimate = Estimate(change.after - change.before, change.error, GROUPS, "groups of contexts")
             estimate = estimate if estimate.value else Estimate.exact(0.0)
             verdict = judge(f"{name} is similar", f"change of the {change.name}", estimate, SIMILAR)

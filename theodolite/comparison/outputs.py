@@ -26,15 +26,7 @@ from theodolite.judging import Criterion, Verdict, judge
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.source import Inputs
-from theodolite.passes.corpus_pass import (
-    CorpusPass,
-    batch_of,
-    check_fit,
-    fingerprint_of,
-    next_token_losses,
-    perplexity_of,
-    refuse_nonfinite_stream,
-)
+from theodolite.passes import corpus_pass
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, widest_output_weights
 from theodolite.report.data import evenly
@@ -64,7 +56,7 @@ def _tokens(corpus: Corpus) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " token
     return chosen.repeat_interleave(per_context), torch.cat(positions)
 
 
-class OutputsPass(CorpusPass):
+class OutputsPass(corpus_pass.CorpusPass):
     """Keep every head's output at chosen tokens of a corpus, and the loss and the places of sinks of every context.
 
     `weights`: W_O of every head, along the directions in which the stream is seen.
@@ -102,7 +94,7 @@ class OutputsPass(CorpusPass):
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Refuse NaN and infinite hidden states; nothing of them is kept."""
-        refuse_nonfinite_stream(layer, hidden)
+        corpus_pass.refuse_nonfinite_stream(layer, hidden)
 
     def attention(self, layer: int, inputs: AttentionInputs) -> Tensor:
         """Compute one layer's attention; keep where its sinks are and what its heads write at the chosen tokens."""
@@ -122,7 +114,7 @@ class OutputsPass(CorpusPass):
     def forward(self, inputs: Inputs) -> None:
         """Run the model, with its head where it predicts next tokens."""
         if self._predicts and isinstance(inputs, Tensor):
-            losses = next_token_losses(self.model.logits(inputs), inputs)
+            losses = corpus_pass.next_token_losses(self.model.logits(inputs), inputs)
             self._loss[self._first : self._last] = losses.mean(dim=1)
         else:
             self.model.forward(inputs)
@@ -162,11 +154,11 @@ def read_outputs(
         UsageError: the corpus does not fit the model, or `out` holds something else.
         WorkError: a layer has no fixed output weights, hidden states became NaN or infinite, or the disk refused.
     """
-    check_fit(model, corpus, least_contexts=1)
+    corpus_pass.check_fit(model, corpus, least_contexts=1)
     model.check_weights()
-    batch = batch_of(corpus, batch)
-    fingerprint = {**fingerprint_of(model), "outputs": True, "corpus": corpus.sha256, "batch": batch}
-
+    batch = corpus_pass.batch_of(corpus, batch)
+    of_pass = {"outputs": True, "corpus": corpus.sha256, "batch": batch}
+    fingerprint = {**corpus_pass.fingerprint_of(model), **of_pass}
     provenance = describe_model(model) | describe_pass(model, corpus, SEED, fingerprint)
     directions = _directions(model.width)
 
@@ -206,7 +198,7 @@ class Loss:
 
     def __str__(self) -> str:
         difference = f"difference {with_error(self.difference, self.se)} (paired by context)"
-        times = f"perplexity times {number(perplexity_of(self.difference))}"
+        times = f"perplexity times {number(corpus_pass.perplexity_of(self.difference))}"
         return f"Next-token loss: {number(self.before)} → {number(self.after)} nats, {difference}, {times}"
 
 

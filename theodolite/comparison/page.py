@@ -1,12 +1,14 @@
 """Write the page of a comparison and `comparison.json`, and print the comparison in a terminal.
 
-The page has one table of all parts, the verdicts, and figures before and after.
+The page has one table of all parts, the verdicts, and figures before and after. That of a series of checkpoints, or of
+any models, has their key numbers in one table, and curves over training.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,8 @@ from theodolite.comparison.audit import Audit
 from theodolite.comparison.parts import OUTPUTS
 from theodolite.comparison.survival import MORE_THAN_HARDLY_ANY, NEARLY_ALL, Survival
 from theodolite.judging import Verdict, mix_of
+from theodolite.passes.run import Run
+from theodolite.report.content import measures, summary_row
 from theodolite.report.data import records
 from theodolite.report.drawing import compare as drawing
 from theodolite.report.exhibit import by_name
@@ -47,9 +51,8 @@ def outcome(audits: Sequence[Audit]) -> Outcome:
             pair = {"before_in": audit.reference, "after_in": audit.other} if len(audits) > 1 else {}
             if (table := audit.tables.get(name)) is not None:
                 tables.append(table.assign(**pair)[[*pair, *table]])
-        page.tables[name] = pd.concat(
-            [table for table in tables if len(table)] or tables[:1], ignore_index=True
-        )
+        filled = [table for table in tables if len(table)]
+        page.tables[name] = pd.concat(filled or tables[:1], ignore_index=True)
     _draw_parts(page, audits)
     return page
 
@@ -142,3 +145,37 @@ def show(audits: Sequence[Audit], content: Outcome, console: Console) -> None:
             table.add_row(*(row | {"left": percent(row["left"]) if row["survived"] else ""}).values())
         console.print(table)
     show_outcome(experiment_of(audits), content, console)
+
+
+def step_of(name: str) -> int | None:
+    """Read the training step from a checkpoint's name: `checkpoint-1000`, `step1000`, `ck_1000`, or its last number."""
+    steps = r"(?:checkpoint|ckpt|ck|step|iter|epoch|global_step)[-_]?(\d+)"
+    numbers = re.findall(steps, name, re.IGNORECASE) or re.findall(r"\d+", name)
+    return int(numbers[-1]) if numbers else None
+
+
+def write_series(runs: Mapping[str, Run], out: Path) -> tuple[pd.DataFrame, Path]:
+    """Write `out`/series.csv and a page with curves below `out`/report; returns the table and the page's path.
+
+    A row a run, by step: `name`, `step` (missing where a name has none), and `summary_row`. Curves need a step in each
+    name, and no two alike; without, the page has the table alone.
+    """
+    rows = [{"name": name, "step": step_of(name), **summary_row(run)} for name, run in runs.items()]
+    table = pd.DataFrame(rows).astype({"step": "Int64"})
+    table = table.sort_values(["step", "name"], kind="stable", na_position="last", ignore_index=True)
+    shown = {name: title for name, title in measures().items() if table[name].notna().any()}
+    content = Outcome(tables={"models": table})
+    if bool(table["step"].notna().all()) and table["step"].is_unique:
+        content.show("series", "curves", drawing.over_training(table, shown))
+    for name, title in shown.items():
+        values = [number(value) for value in table[name]]
+        content.read(f"{title}, first and last model", f"{values[0]} → {values[-1]}")
+    last = runs[str(table["name"].iloc[-1])].provenance
+    names = [visible(name, 40) for name in table["name"]]
+    model = {**last["model"], "id": f"{len(names)} models: {listed(names, 4)}"}
+    heading = Heading("series", "Surveys of a series of models", "")
+    page = write_outcome(heading, content, {**last, "model": model}, out / "report")
+    write_index(out / "report", "Survey of")
+    with disk_errors(out):
+        write_text(out / "series.csv", table.to_csv(index=False))
+    return table, page

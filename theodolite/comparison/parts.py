@@ -11,31 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+import theodolite.comparison.survival as rules
 from theodolite.comparison.outputs import PLACE, SINK_PLACES
-from theodolite.comparison.survival import (
-    ABOVE_NOISE,
-    BY_HALVES,
-    ENDS,
-    HALF,
-    LOST,
-    NEW,
-    SIDES,
-    SURVIVED,
-    UNDECIDED,
-    Change,
-    Flags,
-    Joined,
-    Survival,
-    Units,
-    by_halves,
-    decided,
-    established,
-    expected_by_chance,
-    join,
-    status_of,
-    statuses,
-    with_directions,
-)
+from theodolite.comparison.survival import ABOVE_NOISE, BY_HALVES, HALF, LOST, SIDES, Change, Survival, Units
 from theodolite.corpus.groups import GROUPS
 from theodolite.estimates import Estimate, Floats, sigmas
 from theodolite.judging import Criterion, judge
@@ -80,9 +58,8 @@ def number_of(run: Run, table: str, name: str) -> Jackknifed:
 
 def _or_zero(numbers: Jackknifed) -> Jackknifed:
     """Give 0 for numbers that are NaN."""
-    return Jackknifed(
-        *(part.masked_fill(numbers.value.isnan(), 0) for part in (numbers.value, numbers.without))
-    )
+    unknown = numbers.value.isnan()
+    return Jackknifed(numbers.value.masked_fill(unknown, 0), numbers.without.masked_fill(unknown, 0))
 
 
 def _contexts(run: Run) -> int:
@@ -96,8 +73,8 @@ def sinks(reference: Run, other: Run, places: tuple[Run, Run] | None = None) -> 
         places: of both, from `comparison.read_outputs`, which says where each context's sinks are: the whole family is
             then judged by the share of sinks that the other model has at the same place, paired by context.
     """
-    joined = join(SINK, _sinks_of(reference), _sinks_of(other))
-    table, every = by_halves(joined, LEAST_SHARE, _contexts(reference)), joined.table()
+    joined = rules.join(SINK, _sinks_of(reference), _sinks_of(other))
+    table, every = rules.by_halves(joined, LEAST_SHARE, _contexts(reference)), joined.table()
     rarer = " → ".join(number(every[side].sum() - table[side].sum()) for side in SIDES)
     details = [f"rarer ones {rarer} per context"] if len(table) < len(every) else []
     criterion = (
@@ -161,9 +138,9 @@ def _strongest_first(table: pd.DataFrame, *by: str) -> pd.DataFrame:
 def tags(reference: Run, other: Run) -> Survival:
     """Compare tags of the sinks of two traces: η² in the head's output, direction, and the largest η² after it."""
     runs = (reference, other)
-    joined = join(SINK, _tags_of(reference), _tags_of(other))
+    joined = rules.join(SINK, _tags_of(reference), _tags_of(other))
     units = [
-        established(tag, TAGGED) & established(share, LEAST_SHARE)
+        rules.established(tag, TAGGED) & rules.established(share, LEAST_SHARE)
         for tag, share in zip(joined.numbers["value"], joined.numbers["share"], strict=True)
     ]
     joined = joined.where(units[0] | units[1])
@@ -173,17 +150,17 @@ def tags(reference: Run, other: Run) -> Survival:
     )
     cosine = directions_kept(groups[0], groups[1])
     plain = torch.cosine_similarity(directions[0], directions[1], dim=1, eps=0)
-    kept, turned, _ = decided(ALONG, cosine)
+    kept, turned, _ = rules.decided(ALONG, cosine)
     table = joined.table().drop(columns=["row_before", "row_after"])
     table = table.fillna({"tagged_before": 0.0, "tagged_after": 0.0}).assign(
         cosine=torch.where(cosine.value.isfinite(), cosine.value, plain).numpy(),
-        **statuses(joined.numbers["value"], TAGGED, _contexts(reference)),
+        **rules.statuses(joined.numbers["value"], TAGGED, _contexts(reference)),
     )
     # Without a direction, a tag is lost only with its sink.
-    sink_lost = statuses(joined.numbers["share"], LEAST_SHARE)["status"] == LOST
+    sink_lost = rules.statuses(joined.numbers["share"], LEAST_SHARE)["status"] == LOST
     open_still = (table["status"] == LOST) & table["cosine"].isna() & ~sink_lost
-    table["status"] = table["status"].mask(open_still, UNDECIDED)
-    table = _strongest_first(with_directions(table, kept, turned), "tagged_before", "tagged_after")
+    table["status"] = table["status"].mask(open_still, rules.UNDECIDED)
+    table = _strongest_first(rules.with_directions(table, kept, turned), "tagged_before", "tagged_after")
     tagging = table[(table["before"] >= TAGGED) & (table["tagged_before"] > 0)]
     weights = tagging["tagged_before"]
     means = (float(np.average(tagging[side], weights=weights)) if len(tagging) else 0.0 for side in SIDES)
@@ -249,7 +226,8 @@ def outlier_dimensions(reference: Run, other: Run) -> Survival:
     # An outlier of one model is so many times the median there; in the other it may be as any dimension.
     least = np.where(marked[0][at], 0.0, np.inf)
     rows = pd.DataFrame({"layer": layer.numpy(), "dimension": dimension.numpy()})
-    table = Joined(rows, {"value": pair}).table().assign(**statuses(pair, least, _contexts(reference)))
+    table = rules.Joined(rows, {"value": pair}).table()
+    table = table.assign(**rules.statuses(pair, least, _contexts(reference)))
     return Survival(
         "outlier dimensions",
         "outlier dimension",
@@ -274,14 +252,14 @@ def massive_activations(reference: Run, other: Run) -> Survival:
         some = counts.value > 0
         return rows[some.numpy()], {"value": counts[some]}
 
-    joined = join(["layer", "dimension", "position"], units(reference), units(other))
+    joined = rules.join(["layer", "dimension", "position"], units(reference), units(other))
     return Survival(
         "massive activations",
         "massive dimension",
         "a dimension of a residual layer, at the first token or later, with values above 100 and 1000 times the "
         f"median, {ABOVE_NOISE}; it survives where it has at least half as many, and is lost where it has fewer, each "
         "with the whole 95 % interval",
-        by_halves(joined, 1, _contexts(reference)),
+        rules.by_halves(joined, 1, _contexts(reference)),
         Change.of("massive activations, summed over layers", torch.sum, *joined.numbers["value"]),
         contexts=_contexts(reference),
     )
@@ -291,15 +269,17 @@ def positions(reference: Run, other: Run) -> Survival:
     """Compare the positional basis by residual layer: rank, relative norm, and directions."""
     runs, columns = (reference, other), {"rank": "rank", "value": "relative_norm"}
     numbers = [{name: number_of(run, "layers", of) for name, of in columns.items()} for run in runs]
-    joined = join(["layer"], *((run.layers[["layer"]], of) for run, of in zip(runs, numbers, strict=True)))
+    joined = rules.join(
+        ["layer"], *((run.layers[["layer"]], of) for run, of in zip(runs, numbers, strict=True))
+    )
     floors = [np.nan_to_num(value_of(run, "relative_norm_floor")) for run in runs]
     overlaps = overlap(*runs, by_energy=True)
-    kept, turned, _ = decided(A_HALF, overlaps, bias=overlap_bias(*runs))
+    kept, turned, _ = rules.decided(A_HALF, overlaps, bias=overlap_bias(*runs))
     table = joined.table().assign(
         overlap=overlaps.value.numpy(),
-        **statuses(joined.numbers["value"], floors[0], _contexts(reference)),
+        **rules.statuses(joined.numbers["value"], floors[0], _contexts(reference)),
     )
-    table = with_directions(table, kept, turned)
+    table = rules.with_directions(table, kept, turned)
     table = table[np.isfinite(table["least"]) | (table["after"] >= floors[1])].reset_index(drop=True)
     norm, rank = (
         Change.of(mean_of("layers", of), torch.nanmean, *joined.numbers[name])
@@ -311,7 +291,7 @@ def positions(reference: Run, other: Run) -> Survival:
         "of a residual layer where it is above the noise: survives where at least half of the energy along its leading "
         "directions, as many as the rank, lies along the other's (overlap) and at least half of its relative norm is "
         "left, and is lost where less of one is, each with the whole 95 % interval",
-        table.rename(columns={end: f"relative_norm_{end}" for end in ENDS}),
+        table.rename(columns={end: f"relative_norm_{end}" for end in rules.ENDS}),
         norm,
         verb=("keeps its positional basis", "keep their positional basis"),
         details=(
@@ -406,7 +386,7 @@ def head_outputs(reference: Run, other: Run) -> Survival:
     left = combined(lambda lost: 1 - lost, ratio(changed, old))
     # Of a head that wrote nothing, 1 if it writes now.
     kept = np.where(writes, left.value.numpy(), after > 0)
-    survives, lost, _ = decided(A_HALF, left, writes)
+    survives, lost, _ = rules.decided(A_HALF, left, writes)
     table = pd.DataFrame(np.ndindex(layers, heads), columns=HEAD).assign(
         before=writes.astype(float),
         after=kept,
@@ -414,7 +394,7 @@ def head_outputs(reference: Run, other: Run) -> Survival:
         se=np.where(writes, left.error.numpy(), 0.0),
         norm_before=before,
         norm_after=after,
-        status=np.where(writes, status_of(survives, lost), NEW),
+        status=np.where(writes, rules.status_of(survives, lost), rules.NEW),
     )
     # ‖new − old‖/‖old‖ over all tokens, mean over the heads that write.
     relative = combined(
@@ -446,11 +426,11 @@ def entropies(reference: Run, other: Run) -> Survival:
         shares = Jackknifed(share, entropy.without / (entropy.value / share))
         return run.heads[HEAD], {"value": entropy, "share": shares}
 
-    joined = join(HEAD, units(reference), units(other))
+    joined = rules.join(HEAD, units(reference), units(other))
     joined = joined.where(joined.table()["difference"].notna().to_numpy())
     sides = joined.numbers["share"]
     first, second = (side.value.numpy() for side in sides)
-    similar, changed, _ = decided(A_TENTH, combined(torch.sub, sides[1], sides[0]))
+    similar, changed, _ = rules.decided(A_TENTH, combined(torch.sub, sides[1], sides[0]))
     # The ranges that both are in, at either end of their intervals.
     (low, high), (new_low, new_high) = (
         [range_of(side.value.numpy() + sign * sigmas(GROUPS) * side.error.numpy()) for sign in (-1, 1)]
@@ -466,10 +446,10 @@ def entropies(reference: Run, other: Run) -> Survival:
         f"of a head: survives where it changes by at most {percent(TENTH)} of the maximum, and the head neither "
         f"becomes nor ceases to be collapsed (below {percent(ENTROPY_COLLAPSE.limit)} of the maximum) or uniform "
         f"(above {percent(UNIFORM_ATTENTION.threshold)}), and is lost where not, each with whole 95 % intervals",
-        table.assign(status=status_of(kept, lost)),
+        table.assign(status=rules.status_of(kept, lost)),
         Change.of(mean_of("heads", "entropy"), torch.mean, *joined.numbers["value"]),
         verb=("keeps its entropy", "keep their entropy"),
-        by_chance=expected_by_chance(alike),
+        by_chance=rules.expected_by_chance(alike),
         contexts=_contexts(reference),
     )
 
@@ -485,9 +465,9 @@ def head_types(reference: Run, other: Run) -> Survival:
     for role in ROLES:
         if any(role.column in run.heads for run in runs):
             scores = ({"value": _or_zero(number_of(run, "heads", role.column))} for run in runs)
-            joined = join(HEAD, *((run.heads[HEAD], of) for run, of in zip(runs, scores, strict=True)))
+            joined = rules.join(HEAD, *((run.heads[HEAD], of) for run, of in zip(runs, scores, strict=True)))
             units += [int((score.value >= role.threshold).sum()) for score in joined.numbers["value"]]
-            of_role = by_halves(joined, role.threshold, _contexts(reference))
+            of_role = rules.by_halves(joined, role.threshold, _contexts(reference))
             of_role.insert(len(HEAD), "type", role.title)
             tables.append(of_role)
     thresholds = "; ".join(f"{role.title}: score of at least {role.threshold:g}" for role in ROLES)
@@ -509,19 +489,19 @@ def spectra(reference: Run, other: Run) -> Survival:
         rows = run.heads[[*HEAD, "trace", "r", "regime"]]
         return rows, {"frobenius": Jackknifed.constant(norm, GROUPS)}
 
-    table = join(HEAD, units(reference), units(other)).table()
+    table = rules.join(HEAD, units(reference), units(other)).table()
     table = table[table["frobenius_difference"].notna()].reset_index(drop=True)
     first, second = (table[f"frobenius_{side}"] for side in SIDES)
     before, after = first.to_numpy()[:, None], second.to_numpy()
     same_regime = table["regime_before"].to_numpy()[:, None] == table["regime_after"].to_numpy()
-    holds: Flags = same_regime & (after >= HALF * before) & (before >= HALF * after)
+    holds: rules.Flags = same_regime & (after >= HALF * before) & (before >= HALF * after)
     return Survival(
         "spectra",
         "head",
         "W_QK of a head: survives where its Frobenius norm changes by at most a factor of two and its regime (from "
         "the weights alone) is the same",
-        table.assign(status=np.where(np.diagonal(holds), SURVIVED, LOST)),
+        table.assign(status=np.where(np.diagonal(holds), rules.SURVIVED, LOST)),
         Change("mean Frobenius norm of W_QK", first.mean(), second.mean()),
         verb=("keeps the norm and regime of W_QK", "keep the norm and regime of W_QK"),
-        by_chance=expected_by_chance(holds),
+        by_chance=rules.expected_by_chance(holds),
     )

@@ -77,9 +77,8 @@ def join(key: Sequence[str], before: Units, after: Units) -> Joined:
         frames.append(units.astype(texts).assign(place=np.arange(len(units))))
     rows = frames[0].merge(frames[1], "outer", list(key), suffixes=("_before", "_after"), sort=True)
     old, new = (torch.tensor(rows.pop(f"place_{side}").fillna(-1).to_numpy(np.int64)) for side in SIDES)
-    return Joined(
-        rows, {name: (_taken(of, old), _taken(after[1][name], new)) for name, of in before[1].items()}
-    )
+    numbers = {name: (_taken(of, old), _taken(after[1][name], new)) for name, of in before[1].items()}
+    return Joined(rows, numbers)
 
 
 def _taken(of_units: Jackknifed, places: Tensor) -> Jackknifed:
@@ -135,9 +134,8 @@ class Survival:
     by_chance: float = 0.0  # how many units would survive if heads were matched at random; 0: none
     paired: Estimate | None = None  # share of the whole family left, over contexts; None: read off the units
     further: tuple[Verdict, ...] = ()  # verdicts on more than what survives
-    contexts: int = (
-        0  # that the units' errors rest on; 0: no other text would say anything else, as of weights
-    )
+    # That the units' errors rest on; 0: no other text would say anything else, as of weights.
+    contexts: int = 0
 
     def count(self, status: str) -> int:
         """Count the units with this status."""

@@ -32,10 +32,6 @@ Positions = int | Sequence[int] | Tensor
 Factors = Mapping[str, tuple[Float[Tensor, "features rank"], Float[Tensor, "rank width"]]]
 """For "q", "k", "v": left @ right is taken from the matrix as `nn.Linear` holds it, features head by head."""
 
-LEAST_SHARE = (
-    1e-6  # of a direction, what float32 weights are exact to: a head that writes less writes none of it
-)
-
 
 @dataclass(frozen=True)
 class AblatedDirection:
@@ -253,7 +249,7 @@ def _writable_part(
     part = direction @ backwards @ weights
     norm = torch.linalg.vector_norm(part)
     share = float(norm / torch.linalg.vector_norm(direction))
-    if not share >= LEAST_SHARE:
+    if not share >= 1e-6:  # what float32 weights are exact to
         raise UsageError(f"{name} writes nothing along the direction: there is nothing to take out")
     return part / norm, share
 

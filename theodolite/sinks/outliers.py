@@ -28,12 +28,7 @@ from theodolite.models.guard import measures
 from theodolite.models.texts import text_of_tokens
 from theodolite.passes.corpus_pass import CorpusPass, batch_of, check_fit, refuse_nonfinite_stream
 from theodolite.system.progress import ShowStage
-from theodolite.theory.outliers import (
-    Thresholds,
-    outlier_dimensions,
-    outlier_features,
-    typical_magnitude,
-)
+from theodolite.theory.outliers import Thresholds, outlier_dimensions, outlier_features, typical_magnitude
 
 STREAM, HEADS = "stream", "heads"  # whose values: one part a token, H parts
 
@@ -115,10 +110,8 @@ def find_outliers(
         return _OutlierPass(model, some, sums)
 
     def count(states: States) -> Steps:
-        sums = {}
-        for values in (STREAM, HEADS):
-            bounds = states.of(f"baseline.{values}")["bounds"]
-            sums[values] = Activations(bounds, thresholds, trailing)
+        bounds = {values: states.of(f"baseline.{values}")["bounds"] for values in (STREAM, HEADS)}
+        sums = {values: Activations(of, thresholds, trailing) for values, of in bounds.items()}
         return _OutlierPass(model, corpus, sums)
 
     stages = [Stage("baseline", "sizing layers", baseline), Stage("count", "counting outliers", count)]
@@ -150,10 +143,7 @@ def find_outliers(
 
 
 class _OutlierPass(CorpusPass):
-    """Pass the residual stream (one part per token), and the heads' outputs (H parts), to accumulators.
-
-    Those of heads are counted by the layers that attend.
-    """
+    """Pass the residual stream (1 part a token) and the outputs of heads of layers that attend (H) to accumulators."""
 
     def __init__(
         self, model: OpenModel, corpus: Corpus, sums: Mapping[str, LayerBounds | Activations]
@@ -187,11 +177,9 @@ def _dimensions(state: State, later: int, thresholds: Thresholds, *, across_laye
     # Of all parts of a layer together, so that the level is that of a layer.
     level = thresholds.level / parts
     (z, adaptive), (_, large_rms) = (outlier_dimensions(size, level) for size in (typical, rms))
-    published = (
-        outlier_features(share[:, 0], thresholds)[:, None]
-        if across_layers
-        else share >= thresholds.outlier_tokens
-    )
+    published = share >= thresholds.outlier_tokens
+    if across_layers:
+        published = outlier_features(share[:, 0], thresholds)[:, None]
     columns: dict[str, Tensor] = {
         "share": share,
         "rms": rms,

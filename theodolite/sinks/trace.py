@@ -24,24 +24,17 @@ from theodolite.measure.tags import layers_with_sinks, traced_heads, traces, wri
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.models.texts import text_of_tokens
-from theodolite.passes.corpus_pass import (
-    CorpusPass,
-    batch_of,
-    check_fit,
-    fingerprint_of_tables,
-    refuse_nonfinite_stream,
-)
+from theodolite.passes import corpus_pass
 from theodolite.passes.run import Run, describe_corpus, describe_model, describe_pass, run_into
 from theodolite.passes.weights_pass import OUTPUT_TITLE, widest_output_weights
 from theodolite.system.progress import ShowStage
 
 ONE_BY_ONE = torch.device("cpu")  # a context at a time, on every device: each has sinks of its own
-_LayerCatch = tuple[
-    Catches, tuple[Tensor, Tensor]
-]  # of a context, and their rows in sums by sink and by head
+# Of a context, and their rows in sums by sink and by head.
+_LayerCatch = tuple[Catches, tuple[Tensor, Tensor]]
 
 
-class TracePass(CorpusPass):
+class TracePass(corpus_pass.CorpusPass):
     """Sum a trace over a corpus; what a context's sinks caught is kept only until its forward pass is over.
 
     `metric`: W_O W_Oᵀ of every head, lengths in the residual stream.
@@ -70,7 +63,7 @@ class TracePass(CorpusPass):
 
     def stream(self, layer: int, hidden: Tensor) -> None:
         """Measure what is left of the tags of all earlier layers."""
-        refuse_nonfinite_stream(layer, hidden)
+        corpus_pass.refuse_nonfinite_stream(layer, hidden)
         self._entering = hidden
 
         def work(part: slice) -> dict[str, Tensor] | None:
@@ -152,10 +145,11 @@ def trace_sinks(
     """
     if isinstance(corpus, Tensor):
         corpus = Corpus.from_ids(corpus)
-    check_fit(model, corpus, least_contexts=1)
+    corpus_pass.check_fit(model, corpus, least_contexts=1)
     model.check_weights()
-    batch = batch_of(corpus, batch)
-    fingerprint = {**fingerprint_of_tables(model), "trace": True, "corpus": corpus.sha256, "batch": batch}
+    batch = corpus_pass.batch_of(corpus, batch)
+    of_pass = {"trace": True, "corpus": corpus.sha256, "batch": batch}
+    fingerprint = {**corpus_pass.fingerprint_of_tables(model), **of_pass}
     if local_sinks:
         fingerprint["local_sinks"] = True
     provenance = describe_model(model) | describe_pass(model, corpus, 0, fingerprint)
@@ -165,9 +159,6 @@ def trace_sinks(
     def squared(layer: int) -> State:
         w_o = widest_output_weights(model, layer)
         return {"metric": (w_o @ w_o.mT)[None]}
-
-    def metric(states: States) -> Rows[int]:
-        return Rows(range(model.layers), squared)
 
     def trace(states: States) -> TracePass:
         return TracePass(model, corpus, batch, states.of("metric")["metric"], local_sinks)
@@ -193,7 +184,7 @@ def trace_sinks(
         )
 
     stages = [
-        Stage("metric", OUTPUT_TITLE, metric),
+        Stage("metric", OUTPUT_TITLE, lambda states: Rows(range(model.layers), squared)),
         Stage("trace", "tracing sinks", trace),
         Stage("written", "projecting tags", write),
     ]

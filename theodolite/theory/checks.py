@@ -14,9 +14,8 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 
-_LEAST_ROUNDING = (
-    16 * torch.finfo(torch.float32).eps
-)  # of a Σ summed in float32, as a share of its largest entry
+# Of a Σ summed in float32, as a share of its largest entry.
+_LEAST_ROUNDING = 16 * torch.finfo(torch.float32).eps
 
 
 def holds(condition: Tensor) -> bool:

@@ -35,9 +35,8 @@ class Decomposition:
         """Return it as one around the means of a single group."""
         group = torch.zeros(len(self.ctx), dtype=torch.int64, device=self.ctx.device)
         level = self.mean + self.ctx
-        return DecompositionByGroups(
-            self.mean[None], self.pos[None], group, group, level, level[:, None] + self.pos + self.resid
-        )
+        h = level[:, None] + self.pos + self.resid
+        return DecompositionByGroups(self.mean[None], self.pos[None], group, group, level, h)
 
 
 @dataclass(frozen=True)

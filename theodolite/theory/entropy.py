@@ -7,8 +7,6 @@ from torch import Tensor
 
 from theodolite.errors import UsageError
 
-_LARGEST_GAP = 1e300  # infinity in ν: so that ν times a vanished probability is 0 and not NaN
-
 
 def entropy_lower_bound(nu: float | Tensor, length: int | Tensor, variant: str = "corrected") -> Tensor:
     """Compute the least entropy (nats) of a softmax row over T logits whose norm is at most ν.
@@ -37,7 +35,7 @@ def entropy_lower_bound(nu: float | Tensor, length: int | Tensor, variant: str =
         raise UsageError(f"length is {size.min().item():g}: a context has at least one token")
     if bool((nu < 0).any()):
         raise UsageError(f"nu is {nu.min().item():g}: a product of norms is not negative")
-    nu = nu.clamp(max=_LARGEST_GAP)
+    nu = nu.clamp(max=1e300)  # so that ν times a vanished probability is 0 and not NaN
     if variant == "corrected":
         # softplus(m) + x sigmoid(m), with the gap x between one logit and the others and m = ln(T−1) − x, neither
         # overflows nor cancels. T = 1 is computed as T = 2, so that no gradient passes through ln 0.

@@ -16,7 +16,6 @@ from torch import Tensor
 from theodolite.theory.checks import check_length, check_real, checked_temperature
 from theodolite.theory.propagation import walk_moments
 
-_FIRST_DEGREE = 32
 _TOLERANCE = 1e-11  # of the last quarter of a curve's Chebyshev series that is long enough
 
 # Eigenvalues within a factor of 4 are replaced by 20 Chebyshev nodes of their logarithm, if they are more. As a
@@ -144,7 +143,7 @@ def _along_context(curve: Callable[[Tensor], Tensor], length: int, device: torch
     """Evaluate a curve at i = 1 … T, or at Chebyshev nodes of an interpolant that has converged."""
     positions = torch.arange(1, length + 1, dtype=torch.float64, device=device)
     middle, half = (length + 1) / 2, (length - 1) / 2
-    degree = _FIRST_DEGREE
+    degree = 32
     values = torch.empty(0)
     while 2 * degree <= length:
         order = torch.arange(degree + 1, dtype=torch.float64, device=device)

@@ -18,9 +18,8 @@ from scipy.special import ndtri, stdtrit  # `scipy.stats` has them too, and take
 from torch import Tensor
 
 MAD_TO_SD = 1.4826  # 1/Φ⁻¹(3/4): a normal variable's standard deviation over its median absolute deviation
-MAD_EFFICIENCY = (
-    0.3675  # as noisy as the standard deviation of such a share of values (Rousseeuw & Croux 1993)
-)
+# As noisy as the standard deviation of such a share of values (Rousseeuw & Croux 1993).
+MAD_EFFICIENCY = 0.3675
 GUMBEL_MEDIAN = 0.36651  # −ln ln 2, of the standard Gumbel law F(y) = exp(−exp(−y))
 GUMBEL_MAD = 0.76705  # a with F(median + a) − F(median − a) = ½
 IQR_TO_SD = 1.349  # 2 Φ⁻¹(3/4)

@@ -16,9 +16,6 @@ from torch.nn import functional
 
 from theodolite.errors import UsageError
 
-_BISECTIONS = 54  # halvings of [1, √3]: more than the 53 bits of a float64
-_START_NOISE = 0.1  # share of noise in the row weights that start the Lanczos process
-
 
 @dataclass(frozen=True)
 class ScreeNOT:
@@ -70,7 +67,7 @@ def screenot_of_values(values: Float[Tensor, "*batch size"], shape: tuple[int, i
     # In units of the noise's edge the root lies in (1, √3]: y φ′/φ is a weighted mean of −(y² + z²)/(y² − z²) ≥ −2 at
     # y = √3, and y D′/D one of 2 y φ′/φ and y φ′/φ − 1. Without noise it is 0.
     low, high = torch.ones_like(edge), torch.full_like(edge, math.sqrt(3))
-    for _ in range(_BISECTIONS):
+    for _ in range(54):  # halvings of [1, √3]: more than the 53 bits of a float64
         middle = (low + high) / 2
         y = middle[..., None]
         gaps = y.square() - squares
@@ -119,7 +116,7 @@ def largest_singular_value(
     # The rows are summed by weights that start the process: the mean row, which hidden states lean to, and ten per cent
     # of seeded noise, which keeps every direction in play where the mean is zero or another singular vector.
     noise = torch.randn(x.shape[-2], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    start = (1 + _START_NOISE * noise).to(x)
+    start = (1 + 0.1 * noise).to(x)
     # One by one: each stays in cache over its passes, and bmm of thin operands takes three times as long on CPUs.
     matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     values = [_lanczos(matrix, start, tolerance, iterations) for matrix in matrices]

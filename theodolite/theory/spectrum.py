@@ -73,9 +73,8 @@ def qk_moments(
     """
     w_q, w_k, sigma = _factors(w_q, w_k, covariance)
     width, head_width = w_q.shape[-2:]
-    temperature = checked_temperature(
-        math.sqrt(head_width) if temperature is None else temperature, w_q.device
-    )
+    given = math.sqrt(head_width) if temperature is None else temperature
+    temperature = checked_temperature(given, w_q.device)
     if covariance is not None:
         check_covariance(covariance)
     seen_q = w_q if sigma is None else sigma @ w_q
