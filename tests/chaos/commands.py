@@ -30,7 +30,7 @@ from theodolite.cli.app import app
 from theodolite.cli.screen import one_line_errors
 from theodolite.corpus.corpus import Corpus
 from theodolite.jobs import job
-from theodolite.jobs.unfinished import Unfinished
+from theodolite.jobs.job import Unfinished
 from theodolite.models import open_model
 from theodolite.passes.survey import merge, survey
 from theodolite_papers.localization import locater_training as grid

@@ -11,8 +11,7 @@ import torch
 
 from theodolite.errors import UsageError
 from theodolite.jobs import job
-from theodolite.jobs.job import Stage, States, Steps
-from theodolite.jobs.unfinished import Unfinished
+from theodolite.jobs.job import Stage, States, Steps, Unfinished
 from theodolite.passes.run import SCHEMA_VERSION, TABLES_TITLE, Run, run_into
 from theodolite.system.files import read_checked, write_checked
 from theodolite.system.progress import Progress

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from theodolite.errors import UsageError
-from theodolite.jobs.unfinished import JOB, Unfinished
+from theodolite.jobs.job import JOB, Unfinished
 
 TENSORS = {"x": torch.ones(2, dtype=torch.float64)}
 

@@ -33,7 +33,7 @@ from theodolite.judging import (
 from theodolite.passes.survey import survey
 from theodolite_papers import ALIASES, EXPERIMENTS, Study, find, reproduce
 from theodolite_papers.catalogue import PAPERS, Declaration, declarations
-from theodolite_papers.experiment import Outcome, claims, criterion, share_of_heads
+from theodolite_papers.experiment import Outcome, claims, criterion, share_of_heads, shown
 from theodolite_papers.hidden_geometry import published
 from theodolite_papers.hidden_geometry.layer_columns import other_run, random_run
 
@@ -314,3 +314,10 @@ def test_a_list_of_names_imports_no_experiment():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split(maxsplit=1) == [str(len([*EXPERIMENTS, *ALIASES])), "[]\n"]
+
+
+def test_items_are_shown_as_they_are_done():
+    calls: list[tuple[object, ...]] = []
+    for item in shown("ab", "letters", lambda *what: calls.append(what)):
+        calls.append((item,))
+    assert calls == [("letters", 0, 2), ("a",), ("letters", 1, 2), ("b",), ("letters", 2, 2)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from theodolite.errors import UsageError
-from theodolite.jobs.unfinished import Unfinished
+from theodolite.jobs.job import Unfinished
 from theodolite.passes.run import SCHEMA_VERSION, TABLES, Run, finished_run
 from theodolite.system.files import bytes_digest, read_json_checked, write_json_checked
 

@@ -20,7 +20,7 @@ from theodolite import merge
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
 from theodolite.jobs import job
-from theodolite.jobs.unfinished import Unfinished
+from theodolite.jobs.job import Unfinished
 from theodolite.models import open_model
 from theodolite.passes import survey as survey_module
 from theodolite.passes.run import Run

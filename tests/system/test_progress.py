@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from theodolite.system.progress import Progress, ended_as_by_ctrl_c, interruptible, shown
+from theodolite.system.progress import Progress, ended_as_by_ctrl_c, interruptible
 
 ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -164,10 +164,3 @@ def test_a_report_is_shown_and_a_checkpoint_saved_even_where_it_is_stopped(name,
         getattr(progress, name)(2)
     assert calls == expected
     assert (progress.done, progress.total) == (1, 4)
-
-
-def test_items_are_shown_as_they_are_done():
-    calls: list[tuple[object, ...]] = []
-    for item in shown("ab", "letters", lambda *what: calls.append(what)):
-        calls.append((item,))
-    assert calls == [("letters", 0, 2), ("a",), ("letters", 1, 2), ("b",), ("letters", 2, 2)]

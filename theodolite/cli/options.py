@@ -188,7 +188,6 @@ class Opening:
     def _opened_by(
         self, open_by: Callable[..., OpenModel], name: str | None, options: dict[str, Any]
     ) -> OpenModel:
-        """Open the model, and say how a GGUF file stores its weights."""
         from theodolite.models.stored.loading import hide_progress_bars
 
         hide_progress_bars()

@@ -15,17 +15,8 @@ from rich.table import Table
 from theodolite.cli.options import AsJson, finish, finish_trace, option
 from theodolite.cli.screen import one_line_errors, print_json, say_dimly, screen
 from theodolite.errors import UsageError
+from theodolite.system import run_folders
 from theodolite.system.files import check_target
-from theodolite.system.run_folders import (
-    OPTIONS,
-    OUTPUTS,
-    RUN,
-    TRACE,
-    check_run,
-    check_tables,
-    kind_of,
-    provenance_at,
-)
 from theodolite.system.wording import counted
 
 ALWAYS = ("folder", "kind", "model", "corpus", "date")
@@ -41,7 +32,7 @@ def runs_command(
     """
     with one_line_errors(saves=False):
         runs = []
-        for path in sorted(folder.glob(f"*/{RUN}")):
+        for path in sorted(folder.glob(f"*/{run_folders.RUN}")):
             try:
                 runs.append(described(path.parent))
             except UsageError as error:
@@ -66,19 +57,19 @@ def runs_command(
 
 def described(folder: Path) -> dict[str, Any]:
     """Describe one run by folder, kind, model, corpus, date and every option; `UsageError` where it is damaged."""
-    provenance = provenance_at(folder)
-    check_tables(folder, provenance)
+    provenance = run_folders.provenance_at(folder)
+    run_folders.check_tables(folder, provenance)
     model, corpus = provenance["model"], provenance.get("corpus") or {}
     fingerprint = provenance.get("fingerprint") or {}
     recorded = fingerprint | corpus | model | provenance  # where several know an option, as the last says it
-    written = datetime.fromtimestamp((folder / RUN).stat().st_mtime)
+    written = datetime.fromtimestamp((folder / run_folders.RUN).stat().st_mtime)
     return {
         "folder": folder.name,
-        "kind": kind_of(provenance),
+        "kind": run_folders.kind_of(provenance),
         "model": model.get("id"),
         "corpus": corpus.get("name"),
         "date": f"{written:%Y-%m-%d %H:%M}",
-        **{option: recorded.get(option) for option in OPTIONS},
+        **{option: recorded.get(option) for option in run_folders.OPTIONS},
         "text": str(corpus.get("sha256") or "")[:8] or None,
         "revision": model.get("revision"),
         "weights": str(model.get("sha256") or "")[:8] or None,
@@ -97,14 +88,14 @@ def report_command(
     Example: theodolite report runs/gpt2 --json
     """
     with one_line_errors(saves=False):
-        check_run(run)
+        run_folders.check_run(run)
 
         from theodolite.passes.run import Run
 
         loaded = Run.load(run)
-        if loaded.kind == OUTPUTS:
+        if loaded.kind == run_folders.OUTPUTS:
             raise UsageError(f"{run} holds head outputs, which `theodolite compare` reads")
-        show = finish_trace if loaded.kind == TRACE else finish
+        show = finish_trace if loaded.kind == run_folders.TRACE else finish
         show(loaded, run, as_json)
 
 
@@ -119,7 +110,7 @@ def exclude_command(
     Example: theodolite exclude runs/gpt2 --out gpt2-exclusions.json
     """
     with one_line_errors(saves=False):
-        check_run(run)
+        run_folders.check_run(run)
         check_target(out)
 
         from theodolite.passes.run import Run

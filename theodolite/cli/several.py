@@ -33,8 +33,6 @@ FEW_SHOT_TASK, SHOTS, PROMPTS = "few-shot", "0-5", 100  # of this package's task
 
 @dataclass(frozen=True)
 class _Asked:
-    """Options of what models are asked."""
-
     task: list[str] | None = option("few-shot (word tasks), or a task or group of lm-eval; repeatable.")
     tasks: Path | None = option("Folder of custom lm-eval tasks (may run Python code in it).")
     shots: str | None = option(f"Examples in the prompt, as 3, 0,2,5 or 0-5 [default: {SHOTS}].")

@@ -11,24 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from theodolite.cli.options import (
-    AsJson,
-    Batch,
-    Layers,
-    Model,
-    Models,
-    Opening,
-    PairedText,
-    RunFolder,
-    Stream,
-    default_folder,
-    finish,
-    finish_trace,
-    numbers_of,
-    option,
-    say_where,
-    written_report,
-)
+from theodolite.cli import options
+from theodolite.cli.options import option
 from theodolite.cli.screen import bars, print_json, say_dimly, stoppable
 from theodolite.errors import UsageError
 from theodolite.system.choices import refuse_unread
@@ -44,19 +28,19 @@ if TYPE_CHECKING:
 
 def survey_command(
     *,
-    models: Models = None,
-    text: PairedText,
-    out: RunFolder = None,
-    as_json: AsJson = False,
-    batch: Batch = None,
+    models: options.Models = None,
+    text: options.PairedText,
+    out: options.RunFolder = None,
+    as_json: options.AsJson = False,
+    batch: options.Batch = None,
     shard: str | None = option(
         "Read only the K-th of N parts of the text, in a process of its own; `theodolite merge FOLDER` makes the run "
         "when all N, with the same --out FOLDER, are done.",
         metavar="K/N",
     ),
-    stream: Stream = False,
-    layers: Layers = None,
-    opening: Opening,
+    stream: options.Stream = False,
+    layers: options.Layers = None,
+    opening: options.Opening,
 ) -> None:
     """Measure a model on a text: tables, arrays and a report. Of several models, also a page with curves over training.
 
@@ -70,7 +54,7 @@ def survey_command(
             refuse_unread("--stream: one process reads the files, for all of the text", {"--shard": shard})
         if shard is not None:
             refuse_unread("--shard: `theodolite merge` makes the report, of all layers", {"--layers": layers})
-        part, chosen = None if shard is None else shard_of(shard), numbers_of(layers, "--layers")
+        part, chosen = None if shard is None else shard_of(shard), options.numbers_of(layers, "--layers")
         opening.check(*names)
         text.check()
         if len(names) > 1:
@@ -90,7 +74,7 @@ def survey_command(
             opened = opening.open_streamed(model, stopped) if stream else opening.open(model, text)
             opened = opened.only(chosen)
             corpus = corpus or text.read(opened, stopped)
-            folder = out or default_folder(opened, corpus)
+            folder = out or options.default_folder(opened, corpus)
             how: dict[str, Any] = {"batch": batch, "seed": text.seed}
             with bars(stopped, of=of) as show:
                 if part is None:
@@ -105,7 +89,7 @@ def survey_command(
         if len(names) > 1:
             _survey_series(names, out or Path("runs") / "series", survey_one, as_json)
         elif run := survey_one(names[0], out):
-            finish(run, run.folder, as_json)
+            options.finish(run, run.folder, as_json)
 
 
 def shard_of(given: str) -> tuple[int, int]:
@@ -124,19 +108,19 @@ def _survey_series(models: list[str], out: Path, survey_one: Callable[..., Any],
     runs: dict[str, Run] = {}
     for model, name in zip(models, names_of(models), strict=True):
         runs[name] = survey_one(model, out / name, name)
-        written_report(runs[name], out / name)
+        options.written_report(runs[name], out / name)
     table, page = write_series(runs, out)
     if as_json:
         print_json({"models": records(table)})
     else:
         shown = table[["name", "step", "rank", "entropy_share", "propagation", "sink_first"]].round(3)
         Console(soft_wrap=True).print(shown.to_string(index=False), highlight=False, markup=False)
-    say_where(page, as_json)
+    options.say_where(page, as_json)
 
 
 def merge_command(
     folder: Annotated[Path, typer.Argument(help="The --out of `theodolite survey … --shard K/N`.")],
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Make the run and its report of a survey in shards, with the same tables as one process would.
 
@@ -155,15 +139,15 @@ def merge_command(
         hide_progress_bars()
         with bars(stopped) as show:
             run = merge(folder, show_progress=show)
-        finish(run, folder, as_json)
+        options.finish(run, folder, as_json)
 
 
 def spectra_command(
     *,
-    model: Model = None,
+    model: options.Model = None,
     out: Path | None = option("Also write a run folder with a report.", None, "--out", "-o"),
-    as_json: AsJson = False,
-    opening: Opening,
+    as_json: options.AsJson = False,
+    opening: options.Opening,
 ) -> None:
     """Compute query-key spectra of every head from the weights alone: no text, and the model need not fit in memory.
 
@@ -183,20 +167,20 @@ def spectra_command(
             opened = opening.open(model)
         with bars(stopped) as show:
             run = spectra(opened, out, show_progress=show)
-        finish(run, out, as_json)
+        options.finish(run, out, as_json)
 
 
 def trace_command(
     *,
-    model: Model = None,
-    text: PairedText,
+    model: options.Model = None,
+    text: options.PairedText,
     local_sinks: bool = option("Also local sinks, which dominate a span only.", False, "--local-sinks"),
     generate: int | None = option("Tokens that the model writes behind every context, and that are traced."),
-    layers: Layers = None,
+    layers: options.Layers = None,
     out: Path | None = option("Run folder to write [default: runs/MODEL-CORPUS-sinks].", None, "--out", "-o"),
-    as_json: AsJson = False,
-    batch: Batch = None,
-    opening: Opening,
+    as_json: options.AsJson = False,
+    batch: options.Batch = None,
+    opening: options.Opening,
 ) -> None:
     """Trace every attention sink of a text: the heads it captures, the tag written there, how far the tag persists.
 
@@ -208,7 +192,7 @@ def trace_command(
         opening.check(model)
         text.check()
         check_out(out)
-        chosen = numbers_of(layers, "--layers")
+        chosen = options.numbers_of(layers, "--layers")
 
         from theodolite.corpus.sampling import LEAST_LENGTH
         from theodolite.models import continued
@@ -228,11 +212,11 @@ def trace_command(
             text = replace(text, length=text.length_for(opened, generate))
         corpus = corpus or text.read(opened, stopped)
         kind = ("-local-sinks" if local_sinks else "-sinks") + ("" if generate is None else "-written")
-        folder = out or default_folder(opened, corpus, kind)
+        folder = out or options.default_folder(opened, corpus, kind)
         with bars(stopped) as show:
             if generate is not None:
                 corpus = continued(opened, corpus, generate, batch, functools.partial(show, "writing on"))
             run = trace_sinks(
                 opened, corpus, folder, local_sinks=local_sinks, batch=batch, show_progress=show
             )
-        finish_trace(run, folder, as_json)
+        options.finish_trace(run, folder, as_json)

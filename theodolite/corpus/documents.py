@@ -520,11 +520,21 @@ def dataset_of(name: str) -> tuple[str, str | None, str] | None:
 
 
 def streamed_rows(name: str, config: str | None, split: str, columns: Columns) -> Iterator[Document]:
-    """Yield the rows of a data set as they arrive."""
-    with streamed_dataset(name, config, split) as dataset:
+    """Yield the rows of a data set as they arrive; `UsageError` where it cannot be read."""
+    import datasets
+
+    try:
+        dataset = datasets.load_dataset(name, config, split=split, streaming=True)
         for number, row in enumerate(rows_of_dataset(dataset, columns.image), start=1):
             if document := document_of_row(row, columns, f"Dataset {name}", number):
                 yield document
+    except UsageError:
+        raise
+    except Exception as error:  # `datasets` lets through whatever its network and file libraries raise
+        why = first_line(error) or type(error).__name__
+        raise UsageError(
+            f"The dataset {name} cannot be read ({why}); without a network, give a folder"
+        ) from error
 
 
 def rows_of_dataset(dataset: Any, image: str | None) -> Iterator[dict[str, Any]]:
@@ -539,22 +549,6 @@ def rows_of_dataset(dataset: Any, image: str | None) -> Iterator[dict[str, Any]]
             if isinstance(feature, datasets.ClassLabel) and row[column] is not None:
                 row[column] = feature.int2str(row[column]) if row[column] >= 0 else None
         yield row
-
-
-@contextmanager
-def streamed_dataset(name: str, config: str | None, split: str) -> Iterator[Any]:
-    """Open a data set; `UsageError` where it cannot be read."""
-    import datasets
-
-    try:
-        yield datasets.load_dataset(name, config, split=split, streaming=True)
-    except UsageError:
-        raise
-    except Exception as error:  # `datasets` lets through whatever its network and file libraries raise
-        why = first_line(error) or type(error).__name__
-        raise UsageError(
-            f"The dataset {name} cannot be read ({why}); without a network, give a folder"
-        ) from error
 
 
 # Articles of WikiText.

@@ -193,7 +193,6 @@ class PictureTensors:
 
 
 def _digest(tensors: Tensors) -> bytes:
-    """Hash shapes and values."""
     digest = hashlib.sha256()
     for values in tensors.values():
         digest.update(f"{tuple(values.shape)}\n".encode())

@@ -32,8 +32,7 @@ from theodolite.evaluate.perplexity import (
     window_length,
 )
 from theodolite.evaluate.scores import Evaluation, Score
-from theodolite.jobs.job import Steps
-from theodolite.jobs.unfinished import Notes, Tensors
+from theodolite.jobs.job import Notes, Steps, Tensors
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures
 from theodolite.passes.corpus_pass import fingerprint_of

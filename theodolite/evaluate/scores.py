@@ -13,8 +13,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from theodolite.errors import UsageError
-from theodolite.jobs.job import Job, Stage, Steps
-from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
+from theodolite.jobs.job import Job, Notes, Stage, Steps, Tensors, Unfinished
 from theodolite.system import files
 from theodolite.system.progress import ShowStage
 

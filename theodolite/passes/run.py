@@ -22,8 +22,7 @@ from torch import Tensor
 
 import theodolite
 from theodolite.errors import UsageError
-from theodolite.jobs.job import Job, Stage, States
-from theodolite.jobs.unfinished import Unfinished
+from theodolite.jobs.job import Job, Stage, States, Unfinished
 from theodolite.measure.catalogue import fault_of
 from theodolite.system import files, run_folders
 from theodolite.system.progress import ShowStage

@@ -22,8 +22,7 @@ from theodolite.accumulate.means import means_of_halves
 from theodolite.accumulate.sums import State, joined, part_of
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
-from theodolite.jobs.job import Job, Stage, States, Steps
-from theodolite.jobs.unfinished import Unfinished
+from theodolite.jobs.job import Job, Stage, States, Steps, Unfinished
 from theodolite.logits.attribution import PatternPass
 from theodolite.logits.shares import SharesPass, sample_of
 from theodolite.measure.extra import Extra, check_extra

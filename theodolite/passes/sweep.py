@@ -13,8 +13,7 @@ from theodolite.accumulate.means import KeptStreams
 from theodolite.accumulate.second_moments import MomentsByLayer
 from theodolite.accumulate.sums import State, joined, large_in_files, part_of
 from theodolite.corpus.corpus import Corpus
-from theodolite.jobs.job import Stage, States, Steps
-from theodolite.jobs.unfinished import Unfinished
+from theodolite.jobs.job import Stage, States, Steps, Unfinished
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel
 from theodolite.models.guard import measures

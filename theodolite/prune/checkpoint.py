@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.jobs.unfinished import Unfinished
+from theodolite.jobs.job import Unfinished
 from theodolite.models import OpenModel
 from theodolite.models.stored import factored
 from theodolite.models.stored.checkpoint_tensors import save_config, save_model

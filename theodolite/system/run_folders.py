@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from theodolite.errors import UsageError
-from theodolite.system.files import (
-    CHECKSUMS,
-    CorruptFile,
-    check_target,
-    read_bytes_checked,
-    read_json_checked,
-)
+from theodolite.system import files
 from theodolite.system.wording import listed
 
 RUN = "run.json"
@@ -50,13 +44,13 @@ def check_files(folder: str | Path, names: Collection[str]) -> None:
 
 def check_tables(folder: str | Path, provenance: Mapping[str, Any]) -> None:
     """Raise `UsageError` unless a run's files are there, and its tables those that were written, by their checksums."""
-    sums = provenance.get(CHECKSUMS) or {}
+    sums = provenance.get(files.CHECKSUMS) or {}
     check_files(folder, sums)
     try:
         for name in sums:
             if name.endswith(".parquet"):
-                read_bytes_checked(Path(folder) / name, sums)
-    except (OSError, CorruptFile) as error:
+                files.read_bytes_checked(Path(folder) / name, sums)
+    except (OSError, files.CorruptFile) as error:
         raise UsageError(f"{folder} is damaged ({error}): {measure_anew(folder)}") from error
 
 
@@ -64,12 +58,12 @@ def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, An
     """Read a run folder's provenance, of that `schema` if one is given; `UsageError` where it is none, or damaged."""
     check_run(folder)
     try:
-        provenance = read_json_checked(Path(folder) / RUN)
+        provenance = files.read_json_checked(Path(folder) / RUN)
         version = provenance["schema_version"]
         known = schema in (None, version)
         if not isinstance(provenance["model"], dict):
             raise TypeError
-    except CorruptFile as error:
+    except files.CorruptFile as error:
         raise UsageError(f"{folder} is damaged ({error}): {measure_anew(folder)}") from error
     except (KeyError, TypeError) as error:
         raise UsageError(f"{folder}/run.json is damaged: {measure_anew(folder)}") from error
@@ -80,7 +74,7 @@ def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, An
 
 def check_out(out: Path | None) -> None:
     """Raise `UsageError` where a run cannot be written, or something else lies there."""
-    check_target(out)
+    files.check_target(out)
     if out is not None and out.exists() and not is_run(out) and not (out.is_dir() and not any(out.iterdir())):
         raise UsageError(f"{out} exists and is no run: choose another --out")
 

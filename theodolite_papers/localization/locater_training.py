@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerFast
 
 from theodolite.errors import TheodoliteError, UsageError, WorkError
 from theodolite.evaluate.scores import mean_and_error
-from theodolite.jobs.unfinished import JOB, Unfinished, read_job
+from theodolite.jobs.job import JOB, Unfinished, read_job
 from theodolite.passes.corpus_pass import perplexity_of
 from theodolite.system.files import (
     check_target,

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from theodolite import open_model
 from theodolite.errors import UsageError, WorkError
-from theodolite.jobs.unfinished import JOB, Unfinished, read_job
+from theodolite.jobs.job import JOB, Unfinished, read_job
 from theodolite.system.files import check_target, folder_written_atomically, json_text, locked
 from theodolite.system.processor import multiplies_halves, using_threads
 from theodolite.system.progress import STOPPING, interruptible

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.jobs.unfinished import Unfinished
+from theodolite.jobs.job import Unfinished
 from theodolite.system.files import disk_errors
 
 CHECKPOINT = "checkpoint"

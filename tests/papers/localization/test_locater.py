@@ -14,7 +14,7 @@ import torch
 
 from tests.papers.shared import outcome_of
 from theodolite.errors import UsageError
-from theodolite.jobs.unfinished import Unfinished
+from theodolite.jobs.job import Unfinished
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, UNTESTABLE, Verdict
 from theodolite.system.files import write_checked
 from theodolite_papers.catalogue import made_by as command_of

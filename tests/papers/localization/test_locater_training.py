@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from theodolite.errors import UsageError, WorkError
-from theodolite.jobs.unfinished import Unfinished
+from theodolite.jobs.job import Unfinished
 from theodolite_papers.localization.decoder import (
     OFFSET,
     Decoder,
