@@ -25,11 +25,9 @@ from theodolite.system.wording import for_plotly, head_name, shown_token
 ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
 CURVE_POINTS = 40  # of which a page has three times as many as heads
 OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))  # maps drawn small
-HOVER_WIDTH = 58  # characters in a line of a hover text
 ROLE_COLOURS = dict(zip((role.name for role in ROLES), [*style.CATEGORIES, style.INK], strict=True))
 POSITION_BINS = 128
 PICTURE = 180  # pixels: the height of a row of pictures
-MOST_PIXELS = 224  # of a side: larger pictures are thinned
 LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
 KIND_NAMES = dict(zip(KINDS, ("first token", "later token", "learned column", "local sink"), strict=True))
 
@@ -109,7 +107,7 @@ def head_map(run: Run, measure: str) -> go.Figure:
     low, high = -robust if np.isinf(low) else low, robust if np.isinf(high) else high
     value = "10^%{z:.3f}" if described.decades else "%{z:.4g}"
     unit = f" {for_plotly(described.unit)}" if described.unit else ""
-    meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, HOVER_WIDTH)))
+    meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, 58)))
     hover = (
         f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}: {value}{unit}<br>"
         f"<i>{meaning}</i><extra></extra>"
@@ -202,7 +200,7 @@ def _data_uri(picture: Any) -> str:
     """Encode a picture (rows, columns, colours) as a PNG in a link, thinned where it is large."""
     from plotly import express  # takes 0.4 s to import, and few pages have pictures
 
-    step = -(-max(picture.shape[:2]) // MOST_PIXELS)
+    step = -(-max(picture.shape[:2]) // 224)
     pixels = np.ascontiguousarray(picture[::step, ::step], dtype=np.uint8)
     image = express.imshow(pixels, binary_string=True, binary_backend="pypng", binary_compression_level=9)
     return str(image.data[0].source)
