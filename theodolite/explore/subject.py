@@ -232,10 +232,8 @@ def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
         raise UsageError(f"{model.id} reads {model.source.reads}, not text: it takes no prompt")
     ids = tuple(model.required_tokenizer()(text, add_special_tokens=True, verbose=False)["input_ids"])
     if not model.has_tokens(torch.tensor(ids, dtype=torch.int64)):
-        raise UsageError(
-            f"the tokenizer of {model.id} gives tokens that its {model.vocabulary} embeddings do not have: it "
-            "belongs to another model"
-        )
+        gives = f"gives tokens that its {model.vocabulary} embeddings do not have"
+        raise UsageError(f"the tokenizer of {model.id} {gives}: it belongs to another model")
     return ids
 
 

@@ -115,15 +115,14 @@ def sink_tokens(run: Run) -> Table | None:
         best = heads.sort_values(["contexts", "layer", "head"], ascending=[False, True, True]).iloc[0]
         contexts, share = heads["contexts"].to_numpy(float), float(best["share"])
         position = float(np.average(heads["position"].to_numpy(float), weights=contexts))
-        rows.append(
-            [
-                Cell(shown_token(best["token"])),
-                Cell("first" if best["first"] else f"later (mean {number(position)})", position),
-                Cell(number(contexts.sum()), float(contexts.sum())),
-                Cell(str(len(heads)), float(len(heads))),
-                Cell(f"{head_name(int(best['layer']), int(best['head']))} ({percent(share)})", share),
-            ]
-        )
+        row = [
+            Cell(shown_token(best["token"])),
+            Cell("first" if best["first"] else f"later (mean {number(position)})", position),
+            Cell(number(contexts.sum()), float(contexts.sum())),
+            Cell(str(len(heads)), float(len(heads))),
+            Cell(f"{head_name(int(best['layer']), int(best['head']))} ({percent(share)})", share),
+        ]
+        rows.append(row)
     return Table(names, rows, [f"token-{place}" for place in range(len(rows))])
 
 

@@ -114,8 +114,7 @@ def constituents(run: Run, layer: int = 0, head: int = 0, of_heads: Floats | Non
     shares, errors = (_parts_of_heads(run) if of_heads is None else of_heads)[:, layer, head]
     has_bias = bool(every_share[(run.constituents["query"] == ADDITIVE).to_numpy()].any())
     rows = [*PARTS, ADDITIVE] if has_bias else list(PARTS)
-    has_errors = column(run.constituents, "standard_error") is not None
-    error = " ± %{customdata:.2g}" if has_errors else ""
+    error = "" if column(run.constituents, "standard_error") is None else " ± %{customdata:.2g}"
     cells = heat(
         shares[: len(rows)],
         -reach,

@@ -224,13 +224,12 @@ def panels(
     rows = math.ceil(len(shown) / across)
     places = {divmod(number, across): panel for number, panel in enumerate(shown) if panel}
     named = [(for_plotly(panel.title), panel.note) for panel in places.values()]
+    titled = [title if note is None else f"<b>{title}</b>  {note}".rstrip() for title, note in named]
     drawn = make_subplots(
         rows,
         across,
         specs=[[{} if (row, column) in places else None for column in range(across)] for row in range(rows)],
-        subplot_titles=[
-            title if note is None else f"<b>{title}</b>  {note}".rstrip() for title, note in named
-        ],
+        subplot_titles=titled,
         horizontal_spacing=gaps[0] if across > 1 else None,
         vertical_spacing=gaps[1] if rows > 1 else None,
     )

@@ -22,7 +22,6 @@ from theodolite.report.drawing.grammar import bars, dots, head_cells, heat, line
 from theodolite.report.exhibit import Choice, Draw, Option, by_block, by_head, exhibit
 from theodolite.system.wording import for_plotly, head_name, shown_token
 
-ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
 CURVE_POINTS = 40  # of which a page has three times as many as heads
 OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))  # maps drawn small
 ROLE_COLOURS = dict(zip((role.name for role in ROLES), [*style.CATEGORIES, style.INK], strict=True))
@@ -95,7 +94,7 @@ def head_map(run: Run, measure: str) -> go.Figure:
     if (grid := data.head_grid(run, measure)) is None:
         raise UsageError(f"this run has no head measure {measure!r}")
     described = declared("heads", run.provenance)[measure]
-    robust = float(np.percentile(np.abs(grid[np.isfinite(grid)]), ROBUST)) or 1.0
+    robust = float(np.percentile(np.abs(grid[np.isfinite(grid)]), 98.0)) or 1.0  # where colours saturate
     bar, (low, high) = described.unit, described.range
     scale = style.SIGNED if low < 0 else style.MAGNITUDE
     if described.decades:
@@ -108,10 +107,8 @@ def head_map(run: Run, measure: str) -> go.Figure:
     value = "10^%{z:.3f}" if described.decades else "%{z:.4g}"
     unit = f" {for_plotly(described.unit)}" if described.unit else ""
     meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, 58)))
-    hover = (
-        f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}: {value}{unit}<br>"
-        f"<i>{meaning}</i><extra></extra>"
-    )
+    named = f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}"
+    hover = f"{named}: {value}{unit}<br><i>{meaning}</i><extra></extra>"
     return head_cells(grid, low, high if high > low else low + 1.0, hover, scale=scale, bar=bar)
 
 
