@@ -34,8 +34,6 @@ ON_PROMPT: tuple[tuple[Draw, ...], ...] = (
 WITH_TEXT: tuple[tuple[Draw, ...], ...] = ((panels.head,), (panels.constituents, panels.not_split))
 """Panels in the order in which they are shown: those that need no survey are there before it is made."""
 
-SURVEYING = "Reading a text, for the panels that need one."
-AGAIN = 1.0  # seconds after which it is asked how far the survey is
 PLOTS = ("head_map", "attention", "block", "constituents")
 PANELS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"heads": ("head_map", "head"), "attention": ("attention",)},
@@ -53,7 +51,6 @@ new MutationObserver(() => document.querySelectorAll(maps).forEach((plot) => {
   plot.on("plotly_click", ({ points: [{ data, x, y }] }) => trigger("select", { head: data.name || `L${y}H${x}` }));
 })).observe(document.body, { childList: true, subtree: true });
 """
-_KEEP_ADDRESS = "(query) => { if (query) history.replaceState(history.state, '', query); }"
 
 HOST = "127.0.0.1"
 FIRST_PORT, PORTS = 7860, 100  # where a free port is looked for when none is named
@@ -95,7 +92,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             sides = [_side(subject.name if len(subjects) > 1 else "") for subject in subjects]
         clicks = gr.HTML(js_on_load=_CLICKS)
         address = gr.Textbox(visible="hidden")
-        again = gr.Timer(AGAIN, active=False)
+        again = gr.Timer(1.0, active=False)  # asks how far the survey is
         text = gr.State()  # the prompt that is shown; another may have been typed since
 
         def selected(prompt_text: str | None, name: str, *settings: Any) -> Selection:
@@ -133,7 +130,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             """Say how far the survey is; when it is made, show what needs it."""
             if any(subject.is_pending for subject in subjects):
                 progressed = "; ".join(subject.progress for subject in subjects if subject.progress)
-                yield {progress: html("line", f"{SURVEYING} {progressed}")}
+                yield {progress: html("line", f"Reading a text, for the panels that need one. {progressed}")}
                 return
             measures = gr.Dropdown(choices=panels.measures_of(subjects))
             yield {again: gr.Timer(active=False), progress: "", measure: measures}
@@ -206,12 +203,12 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
         on(measure.input, functools.partial(only, panels.head_map), text)
         on(log.input, functools.partial(only, panels.attention), text)
         on(again.tick, ask, text)
-        address.change(None, address, None, js=_KEEP_ADDRESS)
+        keep = "(query) => { if (query) history.replaceState(history.state, '', query); }"
+        address.change(None, address, None, js=keep)
     return page
 
 
 def _address(prompt_text: str, at: Selection) -> str:
-    """Write what the page shows as its address."""
     query = {"prompt": prompt_text.encode("utf-8", "replace"), "layer": at.layer, "head": at.head}
     query |= {"map": at.measure} if at.measure != MEASURE else {}
     query |= {"log": 1} if at.log else {}

@@ -77,9 +77,8 @@ class Selection(NamedTuple):
 def parse_head(name: str) -> tuple[int, int]:
     """Parse `L3H5` as (3, 5); `UsageError` where it is written in another way."""
     if (written := re.fullmatch(r"L?(\d+)H(\d+)", name.strip().upper(), re.ASCII)) is None:
-        raise UsageError(
-            f"{visible(name, 20)} is not a head: write L3H5 for head 5 of layer 3, both counted from 0"
-        )
+        needed = "write L3H5 for head 5 of layer 3, both counted from 0"
+        raise UsageError(f"{visible(name, 20)} is not a head: {needed}")
     return int(written[1]), int(written[2])
 
 
@@ -326,16 +325,14 @@ def _tokens(view: HeadView, colours: Floats) -> list[dict[str, Any]]:
     tokens = []
     for place, (colour, group, received) in enumerate(zip(colours, view.group, view.received, strict=True)):
         is_seen = "seen by too few tokens" if math.isnan(received) else f"receives {received:.3f}"
-        tokens.append(
-            flowing(view.tokens[place])
-            | {
-                "sink": number_of.get(place),
-                "caught": 0 if group in (UNCAUGHT, LEFT_OUT) else int(group) + 1,
-                "colour": [round(float(channel)) for channel in colour],
-                "ink": inks[place],
-                "hint": f"{place}: {shown_token(view.tokens[place])} · {is_seen}",
-            }
-        )
+        look: dict[str, Any] = {
+            "sink": number_of.get(place),
+            "caught": 0 if group in (UNCAUGHT, LEFT_OUT) else int(group) + 1,
+            "colour": [round(float(channel)) for channel in colour],
+            "ink": inks[place],
+            "hint": f"{place}: {shown_token(view.tokens[place])} · {is_seen}",
+        }
+        tokens.append(flowing(view.tokens[place]) | look)
     return tokens
 
 

@@ -36,7 +36,6 @@ from theodolite.theory.grouping import chance_explained, principal_scores, rgb, 
 
 MOST_TOKENS = 512  # of a prompt, whose attention is drawn whole: 1.5 MB on their way to the page
 MOST_CHARACTERS = 64 * MOST_TOKENS  # what is longer has too many tokens: counting a book's would take minutes
-NEXT_TOKENS = 5  # that are shown, the most probable ones of each column
 PROMPTS = ("few-shot", "chain-of-thought", "step-by-step", "passage", "inference")
 
 KEPT_PROMPTS, KEPT_LAYERS = 2, 4  # that are cached: of GPT-2 and 512 tokens some 30 MB each
@@ -120,7 +119,6 @@ class Subject:
             self._survey.set_exception(WorkError(f"the survey of {self.name} ended: {reason}"))
 
     def _read(self, ids: tuple[int, ...]) -> PromptPass:
-        """Run the model on a prompt."""
         return read_prompt(self.model, torch.tensor(ids, device="cpu"))
 
     @known_state()
@@ -162,7 +160,7 @@ class Subject:
             if sinks:
                 with attention_knockout(self.model, layer, head, sinks):
                     columns["without its sinks"] = self._next(ids)
-        best = torch.stack(list(columns.values())).topk(NEXT_TOKENS).indices.unique()
+        best = torch.stack(list(columns.values())).topk(5).indices.unique()
         texts = list(map(token_text(self.model), best.tolist()))
         table = pd.DataFrame({name: of[best].numpy() for name, of in columns.items()}, texts)
         return table.sort_values("as it is", ascending=False, kind="stable")
@@ -234,15 +232,12 @@ def _ids(model: OpenModel, text: str) -> tuple[int, ...]:
         raise UsageError(f"{model.id} reads {model.source.reads}, not text: it takes no prompt")
     ids = tuple(model.required_tokenizer()(text, add_special_tokens=True, verbose=False)["input_ids"])
     if not model.has_tokens(torch.tensor(ids, dtype=torch.int64)):
-        raise UsageError(
-            f"the tokenizer of {model.id} gives tokens that its {model.vocabulary} embeddings do not have: it "
-            "belongs to another model"
-        )
+        gives = f"gives tokens that its {model.vocabulary} embeddings do not have"
+        raise UsageError(f"the tokenizer of {model.id} {gives}: it belongs to another model")
     return ids
 
 
 def _longest_prompt(models: Iterable[OpenModel]) -> int:
-    """Return the most tokens that a prompt may have."""
     return min([MOST_TOKENS, *(model.longest for model in models if model.longest is not None)])
 
 

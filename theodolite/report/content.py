@@ -36,11 +36,9 @@ from theodolite.system.wording import (
 from theodolite.theory.regimes import regime_of_curve
 
 EXAMPLE_CONTEXTS, EXAMPLE_TOKENS = 8, 512
-FAINT = 0.02  # attention below which a token gets no colour
 SINK_TOKENS, OUTLIER_ROWS, MASSIVE_ROWS, HEAD_SINKS = 20, 30, 30, 4
 LONG_VALUE = 200  # letters
 TEXT, ROLES_CARD = "Measured on the text", "Roles and their scores"
-SINKS_CARD = "Its sinks, in how many contexts"
 OVER_LAYERS = ("rank", "relative_norm", "pp_low_frequency_10", "incoherence_mean", "similarity_within")
 OVER_HEADS = ("entropy", "entropy_share", "propagation", "sink_first", "sink_later")
 STRONGEST = ("previous_token", "induction", "same_token")
@@ -94,7 +92,7 @@ def _token(row: dict[Any, Any]) -> dict[str, Any]:
     hint = f"position {int(row['position'])}"
     if not (math.isnan(received) or pd.isna(row["layer"]) or pd.isna(row["head"])):
         hint += f" · receives {received:.2f} from {head_name(int(row['layer']), int(row['head']))}"
-    shade = round(min(received, 1.0), 2) if received >= FAINT else None
+    shade = round(min(received, 1.0), 2) if received >= 0.02 else None  # fainter ones get no colour
     sink = not pd.isna(row["sink"]) and bool(row["sink"])
     hint += " · sink" if sink else ""
     return flowing(row["token"]) | {"received": shade, "sink": sink, "hint": hint}
@@ -117,15 +115,14 @@ def sink_tokens(run: Run) -> Table | None:
         best = heads.sort_values(["contexts", "layer", "head"], ascending=[False, True, True]).iloc[0]
         contexts, share = heads["contexts"].to_numpy(float), float(best["share"])
         position = float(np.average(heads["position"].to_numpy(float), weights=contexts))
-        rows.append(
-            [
-                Cell(shown_token(best["token"])),
-                Cell("first" if best["first"] else f"later (mean {number(position)})", position),
-                Cell(number(contexts.sum()), float(contexts.sum())),
-                Cell(str(len(heads)), float(len(heads))),
-                Cell(f"{head_name(int(best['layer']), int(best['head']))} ({percent(share)})", share),
-            ]
-        )
+        row = [
+            Cell(shown_token(best["token"])),
+            Cell("first" if best["first"] else f"later (mean {number(position)})", position),
+            Cell(number(contexts.sum()), float(contexts.sum())),
+            Cell(str(len(heads)), float(len(heads))),
+            Cell(f"{head_name(int(best['layer']), int(best['head']))} ({percent(share)})", share),
+        ]
+        rows.append(row)
     return Table(names, rows, [f"token-{place}" for place in range(len(rows))])
 
 
@@ -211,7 +208,7 @@ def head_cards(run: Run) -> dict[str, Any]:
         scores = [(role.name, number(row[role.column])) for role in roles[place]]
         if regimes is not None:
             scores.append(("measured regime", str(regimes[place])))
-        groups = {ROLES_CARD: scores, SINKS_CARD: sinks.get((layer, head), [])}
+        groups = {ROLES_CARD: scores, "Its sinks, in how many contexts": sinks.get((layer, head), [])}
         values = [number(row[measure.name]) for measure in measures]
         heads[f"{layer},{head}"] = [[group for group in groups.items() if group[1]], values]
     return {"measures": [(CARDS.get(one.group, TEXT), one.title) for one in measures], "heads": heads}

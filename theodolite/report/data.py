@@ -108,9 +108,6 @@ def error_of(run: Run, name: str) -> Floats:
 
 
 AT_FLOOR = "at the noise floor"
-LEAST_CONTEXTS = (
-    5  # of fewer, shares of the positional basis are empty for want of groups, whatever the noise
-)
 
 
 def at_floor(run: Run, name: str) -> npt.NDArray[np.bool_]:
@@ -123,7 +120,8 @@ def at_floor(run: Run, name: str) -> npt.NDArray[np.bool_]:
         return np.zeros(len(run.layers), dtype=bool)
     floor = value_of(run, described.floor if described.floor == f"{name}_floor" else "")
     below = ((values < 0) & (described.range[0] == 0)) | (values <= floor)
-    enough = (provenance(run, "corpus", "contexts") or 0) >= LEAST_CONTEXTS
+    # Of fewer contexts, shares of the positional basis are empty for want of groups, whatever the noise.
+    enough = (provenance(run, "corpus", "contexts") or 0) >= 5
     divides = described.group == BASIS or name == "incoherence_mean"
     return below | (np.isnan(values) & np.isfinite(value_of(run, "position_energy")) & (enough and divides))
 

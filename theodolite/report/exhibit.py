@@ -89,7 +89,6 @@ class Exhibit:
 
 
 Draw = Callable[..., go.Figure]
-Picker = Callable[[Run, Draw], Choice]
 
 _DECLARED = packaged("exhibits.toml")
 SECTIONS = {section: (captions.pop("name"), captions.pop("lead")) for section, captions in _DECLARED.items()}
@@ -114,7 +113,7 @@ class SurveyExhibit:
     key: str
     function: Callable[..., go.Figure]
     caption: dict[str, Any]
-    picker: Picker | None = None
+    picker: Callable[[Run, Draw], Choice] | None = None
     alone: bool = True
 
     def of(self, run: Run) -> Exhibit | None:

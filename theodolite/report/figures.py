@@ -41,9 +41,8 @@ def available(run: Run) -> list[str]:
 def _check(run: Any, given: dict[str, Any], *, of_block: bool) -> None:
     """Refuse arguments for which there is nothing to draw: no run, no such layer or head, an unknown name."""
     if not isinstance(getattr(run, "heads", None), pd.DataFrame):
-        raise UsageError(
-            f"figures are drawn of a Run, such as Run.load(FOLDER); this is {type(run).__name__}"
-        )
+        kind = type(run).__name__
+        raise UsageError(f"figures are drawn of a Run, such as Run.load(FOLDER); this is {kind}")
     layers = blocks(run) if of_block else len(run.layers)
     for name, size in (("layer", layers), ("head", heads_per_block(run))):
         value = given.get(name, 0)
@@ -84,6 +83,5 @@ __all__ = ["FIGURES", "available", *FIGURES]
 
 
 def __getattr__(name: str) -> Callable[..., go.Figure]:  # for type checkers, which do not see the update
-    raise AttributeError(
-        f"no figure {name!r}: {nearest(name, FIGURES, f'there are {listed(list(FIGURES), 60)}')}"
-    )
+    there_are = f"there are {listed(list(FIGURES), 60)}"
+    raise AttributeError(f"no figure {name!r}: {nearest(name, FIGURES, there_are)}")

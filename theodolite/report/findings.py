@@ -43,8 +43,6 @@ ENTROPY_COLLAPSE = Criterion(
 )
 DEAD_SHARE = Criterion("at most", 1e-4, "‖W_QK‖²_F over the model's median: a head is as good as zero")
 UNKNOWN = Criterion("at least", 0.05, "share of unknown tokens: another language or script than the model's")
-LEAST_VALUES = 12  # singular values of a positional basis: ScreeNOT's noise level is not known from fewer
-LEAST_SIDE = 10  # rows or columns of patches: of no more, ten frequencies are all
 REASON = 160  # characters of a reason that are shown
 # Quantities that are judged in more than one place.
 POSITIONS, SMOOTHNESS, ENTANGLEMENT, CLUSTERS = "positions", "smoothness", "entanglement", "clusters"
@@ -231,7 +229,7 @@ def _positional(run: Run) -> Judged:
     claims = "Positions are encoded", "Positions are not encoded", "Whether positions are encoded"
     rank, values = "mean rank of the positional basis {}", data.array(run, "singular_values")
     encoded, smooth = of_layers(run, "rank", claims, rank), _smooth(run)
-    if encoded is None or values is None or values.shape[1] < LEAST_VALUES:
+    if encoded is None or values is None or values.shape[1] < 12:  # ScreeNOT's noise level is unknown
         return None
     if encoded[1] != HOLDS and smooth and smooth[1] == FAILS:
         beyond = f"beyond noise: {rank.format(data.layer_average(run, 'rank')[0])}, and it is rough"
@@ -241,7 +239,7 @@ def _positional(run: Run) -> Judged:
 
 def _smooth(run: Run) -> Judged:
     grid = data.grid_of(run)
-    if grid and min(grid.rows, grid.columns) <= LEAST_SIDE:
+    if grid and min(grid.rows, grid.columns) <= 10:  # ten frequencies are all of them
         return None
     of_plane = " of rows and of columns" if grid else ""
     share = f"the ten lowest frequencies{of_plane} hold {{}} of the energy of its Gram matrix"

@@ -20,12 +20,7 @@ from theodolite.report import content
 from theodolite.report.data import packaged, records
 from theodolite.report.exhibit import Choice, Exhibit
 from theodolite.report.page import PLOTLY, block_of, rendered, write_page
-from theodolite.system.files import (
-    folder_written_atomically,
-    read_json_checked,
-    write_json_checked,
-    write_text,
-)
+from theodolite.system import files
 from theodolite.system.wording import harmless, model_name, reading_order, visible
 
 RESULT = "result.json"
@@ -102,12 +97,6 @@ def folder_of(name: str, root: Path, asked: Mapping[str, Any] | None = None) -> 
     return root / "-".join(parts)
 
 
-def _described(asked: Mapping[str, Any]) -> str:
-    """Return what an index adds to a title: `“the prompt”, L1H2`."""
-    parts = [f"“{visible(str(asked[key]), 60)}”" for key in ("prompt", "other") if key in asked]
-    return ", ".join([*parts, f"L{asked['layer']}H{asked['head']}"] if "head" in asked else parts)
-
-
 def result(experiment: Heading, outcome: Outcome, provenance: dict[str, Any]) -> dict[str, Any]:
     """Collect what `result.json` holds: verdicts, numbers, provenance; NaN as null."""
     return {
@@ -138,11 +127,11 @@ def write_outcome(
     pages = {name: folder_of(name, Path(), asked) / "index.html" for name, asked in outcome.collected.items()}
     links = {name: f"../{page.as_posix()}" for name, page in pages.items() if (root / page).is_file()}
     page = render(experiment, outcome, provenance, links)
-    with folder_written_atomically(folder, replace=True) as temporary:
+    with files.folder_written_atomically(folder, replace=True) as temporary:
         if not (root / PLOTLY).is_file():
-            write_text(root / PLOTLY, get_plotlyjs())
+            files.write_text(root / PLOTLY, get_plotlyjs())
         (temporary / "index.html").write_text(page, encoding="utf-8")
-        write_json_checked(temporary / RESULT, result(experiment, outcome, provenance))
+        files.write_json_checked(temporary / RESULT, result(experiment, outcome, provenance))
         for name, frame in _tables(outcome).items():
             frame.to_parquet(temporary / f"table-{name}.parquet", index=False)
     return folder / "index.html"
@@ -205,12 +194,14 @@ def write_index(
 def _entry(path: Path) -> dict[str, Any] | None:
     """Read an outcome's entry in the index; None where its file is not one of ours, or is damaged."""
     try:
-        loaded = read_json_checked(path)
-        asked = _described(loaded["provenance"].get("asked") or {})
+        loaded = files.read_json_checked(path)
+        asked = loaded["provenance"].get("asked") or {}
+        parts = [f"“{visible(str(asked[key]), 60)}”" for key in ("prompt", "other") if key in asked]
+        parts += [f"L{asked['layer']}H{asked['head']}"] if "head" in asked else []
         verdicts = [Verdict(**verdict) for verdict in loaded["verdicts"]]
         return {
             "name": str(loaded["name"]),
-            "title": harmless(f"{loaded['title']} ({asked})" if asked else loaded["title"]),
+            "title": harmless(f"{loaded['title']} ({', '.join(parts)})" if parts else loaded["title"]),
             "model": visible(model_name(loaded["provenance"]["model"]["id"]), 80),
             "link": f"{path.parent.name}/index.html",
             "verdicts": [_shown(verdict) for verdict in verdicts],

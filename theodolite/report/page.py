@@ -31,11 +31,7 @@ from theodolite.system.files import disk_errors, write_text
 from theodolite.system.wording import model_name, visible
 
 TABLES = ("outliers", "layers", "heads", "attribution")
-STATIC = ("page.css", "page.js")
 PLOTLY = "plotly.min.js"
-
-# What could close the script element, open a comment, or end a line inside a string.
-_UNSAFE = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"}
 
 
 def write_report(run: Run, folder: str | Path) -> Path:
@@ -124,7 +120,7 @@ def rendered(template: str, values: dict[str, Any]) -> str:
     The nonce is the digest of the page without it: fixed for a page, and unpredictable to the texts on it.
     """
     folder = resources.files("theodolite.report") / "templates"
-    css, js = ((folder / name).read_text(encoding="utf-8") for name in STATIC)
+    css, js = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     themes = {name: style.template(dark=name == "dark").to_plotly_json() for name in ("light", "dark")}
     shared = {"css": style.css() + css, "js": js, "plotly": ""}
     context = shared | {"themes": script_json(themes | {"swaps": style.dark_swaps()})} | values
@@ -168,7 +164,8 @@ def block_of(exhibit: Exhibit) -> dict[str, Any]:
 def script_json(value: Any) -> str:
     """Encode `value` as ASCII JSON that is safe inside `<script type="application/json">`; keys sorted."""
     text = json.dumps(value, cls=PlotlyJSONEncoder, sort_keys=True, separators=(",", ":"))
-    return text.translate(_UNSAFE)
+    # What could close the script element, open a comment, or end a line inside a string.
+    return text.translate({ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026"})
 
 
 def figure_json(figure: go.Figure, variants: dict[str, list[Patch]]) -> str:

@@ -35,13 +35,21 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
     removed = float((table["sparsity"] * entries).sum() / entries.sum())
     outcome.read("share of entries removed, of pruned matrices", percent(removed))
     of = "outputs, scaled norm" if read_text else "weights"
-    outcome.read(f"relative error of {of}", _spread(table["error_scaled"]))
+    errors = table["error_scaled"]
+    spread = f"mean {number(errors.mean())}, from {number(errors.min())} to {number(errors.max())}"
+    outcome.read(f"relative error of {of}", spread)
     if "bytes" in pruning:
         written, dense = (number(pruning[name] / 1e6) for name in ("bytes", "dense_bytes"))
         outcome.read("weights that are loaded", f"{written} MB ({pruning['format']}), dense {dense} MB")
-    if short := _short_of_tokens(pruned):
-        few = f"{len(short)}: {listed(short, 3)}; give more --contexts"
-        outcome.read("matrices with fewer tokens than inputs", few)
+    # Full moments are of fewer tokens than inputs, so that damping decides in part.
+    few = table[table["tokens"] < table["inputs"]] if "damping" in pruning else table[:0]
+    short = [
+        f"{row.layer}.{row.matrix}{'' if row.expert < 0 else f'.{row.expert}'} ({counted(row.tokens, 'token')})"
+        for row in few.itertuples()
+    ]
+    if short:
+        text = f"{len(short)}: {listed(short, 3)}; give more --contexts"
+        outcome.read("matrices with fewer tokens than inputs", text)
     if left := pruning["left_dense"]:
         share = sum(left.values()) / (sum(left.values()) + int(entries.sum()))
         outcome.read("left dense", f"{percent(share)} of the blocks' weights: {listed(list(left), 3)}")
@@ -49,17 +57,6 @@ def pruned_outcome(pruned: Pruned) -> Outcome:
         outcome.read("fallbacks", listed(fallbacks))
     outcome.show("prune", "error-scaled" if read_text else "error-weights", error_map(table))
     return outcome
-
-
-def _short_of_tokens(pruned: Pruned) -> list[str]:
-    """List matrices whose full moments are of fewer tokens than inputs, so that damping decides in part."""
-    table = pruned.table
-    if "damping" not in pruned.provenance["pruning"]:  # no method that reads full moments
-        return []
-    return [
-        f"{row.layer}.{row.matrix}{'' if row.expert < 0 else f'.{row.expert}'} ({counted(row.tokens, 'token')})"
-        for row in table[table["tokens"] < table["inputs"]].itertuples()
-    ]
 
 
 def write_page(pruned: Pruned, folder: Path) -> Path:
@@ -77,18 +74,11 @@ def page_at(folder: Path) -> Path:
 def error_map(table: pd.DataFrame) -> go.Figure:
     """Draw a relative error of every matrix: blocks down, names across; the experts of a block as their mean."""
     names = list(dict.fromkeys(table["matrix"]))
-    values = table.pivot_table("error_scaled", "layer", "matrix", aggfunc="mean", dropna=False, sort=False)[
-        names
-    ]
-    highest, hover = (
-        float(np.nanmax([*table["error_scaled"], 1e-3])),
-        "block %{y}, %{x}: %{z:.3f}<extra></extra>",
-    )
+    values = table.pivot_table("error_scaled", "layer", "matrix", aggfunc="mean", dropna=False, sort=False)
+    values = values[names]
+    highest = float(np.nanmax([*table["error_scaled"], 1e-3]))
+    hover = "block %{y}, %{x}: %{z:.3f}<extra></extra>"
     x, y = list(map(for_plotly, names)), list(map(str, values.index))
     trace = heat(values.to_numpy(), 0, highest, hover, bar="relative error", x=x, y=y)
     layout = {"yaxis": {"type": "category", "autorange": "reversed"}, "xaxis": {"type": "category"}}
     return style.figure([trace], "", "block", height=map_height(len(values)), layout=layout)
-
-
-def _spread(errors: pd.Series) -> str:
-    return f"mean {number(errors.mean())}, from {number(errors.min())} to {number(errors.max())}"

@@ -44,18 +44,15 @@ def show_trace(outcome: Outcome, run: Run) -> None:
             summary = f"{of_heads}, which catch {caught} of a head's queries"
         outcome.read(f"sinks: {name}", summary)
     for _, row in traces.head(3).iterrows():
-        outcome.read(sink_name(row), _sink_summary(row))
+        summary = (
+            f"a sink in {percent(row['share'])} of contexts, catches {percent(row['caught'])} of all queries; η² "
+            f"{with_error(row['tag'], row['tag_se'])} in the head (by chance {number(row['tag_chance'])}, shifted "
+            f"along the context {number(row['tag_shifted'])}), {number(row['before'])} before it, "
+            f"{with_error(row['released'], row['released_se'])} at most after it (layer {row['released_layer']}; "
+            f"gain {with_error(row['gain'], row['gain_se'])})"
+        )
+        outcome.read(sink_name(row), summary)
     outcome.show("trace", "release", release_map(traces, run.arrays["release"].numpy()))
-
-
-def _sink_summary(row: pd.Series) -> str:
-    return (
-        f"a sink in {percent(row['share'])} of contexts, catches {percent(row['caught'])} of all queries; η² "
-        f"{with_error(row['tag'], row['tag_se'])} in the head (by chance {number(row['tag_chance'])}, shifted along "
-        f"the context {number(row['tag_shifted'])}), {number(row['before'])} before it, "
-        f"{with_error(row['released'], row['released_se'])} at most after it (layer {row['released_layer']}; "
-        f"gain {with_error(row['gain'], row['gain_se'])})"
-    )
 
 
 def release_map(traces: pd.DataFrame, release: Floats) -> go.Figure:

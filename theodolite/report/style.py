@@ -48,8 +48,6 @@ _DEPTH = ["#5a4a9f", "#456aa0", "#2f8390", "#21948b", "#2ea57c", "#4fb56b", "#86
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 HEIGHT = 300
-NOTE_WIDTH = 104  # letters in a line of the note under a title
-MOST_TICKS = 16  # whole numbers at an axis that are all written
 
 MAGNITUDE: Scale = colors.make_colorscale(_PLUM)
 SIGNED: Scale = colors.make_colorscale(_SIGNED)
@@ -151,7 +149,7 @@ def frame_of(traces: Iterable[dict[str, Any]]) -> dict[str, bool]:
 
 def standalone(shown: go.Figure, title: str, note: str) -> go.Figure:
     """Complete a figure that stands by itself, in a notebook or a file: a title, a note, and light paper."""
-    lines = textwrap.wrap(note, NOTE_WIDTH)
+    lines = textwrap.wrap(note, 104)
     header = 46 + 17 * len(lines)  # a legend stands right below
     margin = shown.layout.margin.t
     top = shown.layout.template.layout.margin.t if margin is None else margin
@@ -175,7 +173,7 @@ def error_bars(errors: Any, *, width: int = 3, thickness: float = 1.2) -> dict[s
 
 def every_tick(count: int) -> dict[str, int]:
     """Set a tick at each of `count` whole numbers where all can be read; else leave it to Plotly."""
-    return {"dtick": 1} if count <= MOST_TICKS else {}
+    return {"dtick": 1} if count <= 16 else {}
 
 
 def layer_axis(layers: npt.NDArray[np.float64]) -> dict[str, Any]:

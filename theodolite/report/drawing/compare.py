@@ -16,9 +16,7 @@ from theodolite.report.drawing.heads import sink_name
 from theodolite.system.wording import for_plotly, head_name, number, percent
 
 SIDES = ("before", "after")
-POSITION_COLOURS = (style.REFERENCE, style.MEASURED, style.GREEN)
-STATUSES = ("survived", "lost", "new", "undecided")
-STATUS_COLOURS = dict(zip(STATUSES, (style.BLUE, style.VERMILLION, style.GREEN, style.GREY), strict=True))
+COLOURS = {"survived": style.BLUE, "lost": style.VERMILLION, "new": style.GREEN, "undecided": style.GREY}
 FEWEST = 0.004  # where a share of 0 is drawn on a logarithmic axis
 
 
@@ -66,7 +64,7 @@ def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
         return f"{text}<br>cosine of the directions {number(row['cosine'])}" if "cosine" in row else text
 
     traces: list[Any] = reference([least, largest], [least, largest], "unchanged", showlegend=False)
-    for status, colour in STATUS_COLOURS.items():
+    for status, colour in COLOURS.items():
         rows = (table["status"] == status).to_numpy()
         texts = [hover(row) for _, row in table[rows].iterrows()]
         look = (texts, status, colour, f"%{{text}}<extra>{status}</extra>")
@@ -78,7 +76,7 @@ def scatter(table: pd.DataFrame, shown: Dots) -> go.Figure:
 
 def positions(table: pd.DataFrame) -> go.Figure:
     """Draw rank, relative norm and retained directions of the positional basis by layer, before and after."""
-    colours = dict(zip((*SIDES, "overlap"), POSITION_COLOURS, strict=True))
+    colours = {"before": style.REFERENCE, "after": style.MEASURED, "overlap": style.GREEN}
     shown: list[Panel] = []
     for title, prefix, names in (
         ("rank", "rank_", SIDES),
@@ -99,15 +97,10 @@ def positions(table: pd.DataFrame) -> go.Figure:
 def over_training(table: pd.DataFrame, measures: Mapping[str, str]) -> go.Figure:
     """Draw a panel per measure (column → its title, and after a comma what it is of) over the column `step`."""
     shown, hovered = [], "%{text}, step %{x}: %{y:.4g}<extra></extra>"
-    look: dict[str, Any] = {
-        "marker": 6,
-        "text": table["name"].tolist(),
-        "hover": hovered,
-        "showlegend": False,
-    }
+    look: dict[str, Any] = {"marker": 6, "text": table["name"].tolist(), "showlegend": False}
     for name, title in measures.items():
         errors = table[f"{name}_se"].to_numpy(np.float64) if f"{name}_se" in table else None
-        traces = line(table["step"], table[name], title, style.MEASURED, errors=errors, **look)
+        traces = line(table["step"], table[name], title, style.MEASURED, errors=errors, hover=hovered, **look)
         short, _, of = title.partition(", ")
         shown.append(Panel(short, traces, "step", of))
     down = 0.13 if len(shown) <= 6 else 0.09  # two rows, or more

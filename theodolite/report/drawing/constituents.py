@@ -50,7 +50,6 @@ SHARES = {
 """Columns of the heads table that sum to 1 → what they are shares of, in words."""
 
 PARTS = ("mean", "pos", "ctx", "resid", "bias")
-NAMED = 0.005  # a share below it has no number in its cell
 COLUMNS = (
     ("position", "pos-pos", "cvec-pos", CONSTANT),
     ("pos-cvec", "context", "cvec-cvec", ADDITIVE),
@@ -100,7 +99,7 @@ def _parts_of_heads(run: Run) -> Floats:
 
 
 def _percentage(share: float) -> str:
-    return f"{100 * share:.0f}".replace("-", "−") if abs(share) >= NAMED else ""
+    return f"{100 * share:.0f}".replace("-", "−") if abs(share) >= 0.005 else ""
 
 
 def _by_head(run: Run, draw: Draw) -> Choice:
@@ -115,8 +114,7 @@ def constituents(run: Run, layer: int = 0, head: int = 0, of_heads: Floats | Non
     shares, errors = (_parts_of_heads(run) if of_heads is None else of_heads)[:, layer, head]
     has_bias = bool(every_share[(run.constituents["query"] == ADDITIVE).to_numpy()].any())
     rows = [*PARTS, ADDITIVE] if has_bias else list(PARTS)
-    has_errors = column(run.constituents, "standard_error") is not None
-    error = " ± %{customdata:.2g}" if has_errors else ""
+    error = "" if column(run.constituents, "standard_error") is None else " ± %{customdata:.2g}"
     cells = heat(
         shares[: len(rows)],
         -reach,
@@ -183,11 +181,10 @@ def qk_panels(
 
 
 def _matrix(matrix: HeadMatrix, names: list[str], raw: bool) -> dict[str, Any]:
-    is_attention = matrix.name == ATTENTION
+    quantity = f"{matrix.name} logit"
     shared: dict[str, Any] = {} if raw else {"coloraxis": "coloraxis"}
-    if is_attention:
-        shared = {"coloraxis": "coloraxis2"}
-    quantity = matrix.name if is_attention else f"{matrix.name} logit"
+    if matrix.name == ATTENTION:
+        quantity, shared = matrix.name, {"coloraxis": "coloraxis2"}
     hover = f"query %{{y}}<br>key %{{x}}<br>{quantity} %{{z:.3g}}<extra></extra>"
     return heat(matrix.values, *_range(matrix.values), hover, x=names, y=names, **shared)
 

@@ -17,12 +17,10 @@ from theodolite.estimates import Floats
 from theodolite.report import style
 from theodolite.system.wording import for_plotly, shown_token
 
-GAPS = (0.11, 0.14)  # between panels, of the figure's width and height
 PANEL_HEIGHT, HEADROOM = 230, 90  # pixels: of a row of panels, and above the first
 SATURATED = 99.5  # percentile of magnitudes at which the colours of signed maps saturate
 MAP_HEIGHTS, ROW = (240, 640), 22  # pixels: of a map, least and most, and of each of its rows
 TITLE = 24  # pixels: of a panel's title, above which the legend stands
-LABELLED = 64  # tokens that can all be written at an axis; of more, only some are
 FAINTEST = 1e-5  # attention below it is drawn as this much on a logarithmic scale
 MARK = "▼"
 
@@ -107,14 +105,8 @@ def heat(
         low, high: where the colours saturate. hover: what hovering tells, Plotly's template.
         bar: its `style.colour_bar`, or the title of a plain one. cells: a hairline between cells.
     """
-    own: dict[str, Any] = {
-        "type": "heatmap",
-        "z": _numbers(z),
-        "zmin": low,
-        "zmax": high,
-        "colorscale": scale,
-    }
-    own |= {"showscale": bar is not None, "hovertemplate": hover, "hoverongaps": False}
+    own: dict[str, Any] = {"type": "heatmap", "z": _numbers(z), "zmin": low, "zmax": high}
+    own |= {"colorscale": scale, "showscale": bar is not None, "hovertemplate": hover, "hoverongaps": False}
     own["colorbar"] = style.colour_bar(bar) if isinstance(bar, str) else bar
     return own | ({"xgap": 1, "ygap": 1} if cells else {}) | more
 
@@ -148,7 +140,7 @@ def token_names(tokens: Sequence[str], first: int = 0) -> list[str]:
 
 
 def token_axis(
-    tokens: Sequence[str], sinks: Sequence[int] = (), *, labels: int = LABELLED, letters: int | None = None
+    tokens: Sequence[str], sinks: Sequence[int] = (), *, labels: int = 64, letters: int | None = None
 ) -> dict[str, Any]:
     """Make an axis of tokens: about `labels` of them are written, none over another, and the sinks with a mark."""
     spacing = -(-len(tokens) // labels)  # tokens from one label to the next
@@ -222,7 +214,7 @@ def panels(
     across: int,
     *,
     height: int = PANEL_HEIGHT,
-    gaps: tuple[float, float] = GAPS,
+    gaps: tuple[float, float] = (0.11, 0.14),
     layout: dict[str, Any] | None = None,
 ) -> go.Figure:
     """Draw panels side by side, row by row, `across` in a row of `height` pixels, each under its title; None: no panel.
@@ -232,13 +224,12 @@ def panels(
     rows = math.ceil(len(shown) / across)
     places = {divmod(number, across): panel for number, panel in enumerate(shown) if panel}
     named = [(for_plotly(panel.title), panel.note) for panel in places.values()]
+    titled = [title if note is None else f"<b>{title}</b>  {note}".rstrip() for title, note in named]
     drawn = make_subplots(
         rows,
         across,
         specs=[[{} if (row, column) in places else None for column in range(across)] for row in range(rows)],
-        subplot_titles=[
-            title if note is None else f"<b>{title}</b>  {note}".rstrip() for title, note in named
-        ],
+        subplot_titles=titled,
         horizontal_spacing=gaps[0] if across > 1 else None,
         vertical_spacing=gaps[1] if rows > 1 else None,
     )

@@ -22,14 +22,11 @@ from theodolite.report.drawing.grammar import bars, dots, head_cells, heat, line
 from theodolite.report.exhibit import Choice, Draw, Option, by_block, by_head, exhibit
 from theodolite.system.wording import for_plotly, head_name, shown_token
 
-ROBUST = 98.0  # the percentile of |value| at which signed and amount colours saturate
 CURVE_POINTS = 40  # of which a page has three times as many as heads
 OVERVIEW = ("entropy", *(role.column for role in COMMON_ROLES))  # maps drawn small
-HOVER_WIDTH = 58  # characters in a line of a hover text
 ROLE_COLOURS = dict(zip((role.name for role in ROLES), [*style.CATEGORIES, style.INK], strict=True))
 POSITION_BINS = 128
 PICTURE = 180  # pixels: the height of a row of pictures
-MOST_PIXELS = 224  # of a side: larger pictures are thinned
 LEAST_SCALE = 0.1  # of contexts: where no position is a sink in more, colours end there
 KIND_NAMES = dict(zip(KINDS, ("first token", "later token", "learned column", "local sink"), strict=True))
 
@@ -97,7 +94,7 @@ def head_map(run: Run, measure: str) -> go.Figure:
     if (grid := data.head_grid(run, measure)) is None:
         raise UsageError(f"this run has no head measure {measure!r}")
     described = declared("heads", run.provenance)[measure]
-    robust = float(np.percentile(np.abs(grid[np.isfinite(grid)]), ROBUST)) or 1.0
+    robust = float(np.percentile(np.abs(grid[np.isfinite(grid)]), 98.0)) or 1.0  # where colours saturate
     bar, (low, high) = described.unit, described.range
     scale = style.SIGNED if low < 0 else style.MAGNITUDE
     if described.decades:
@@ -109,11 +106,9 @@ def head_map(run: Run, measure: str) -> go.Figure:
     low, high = -robust if np.isinf(low) else low, robust if np.isinf(high) else high
     value = "10^%{z:.3f}" if described.decades else "%{z:.4g}"
     unit = f" {for_plotly(described.unit)}" if described.unit else ""
-    meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, HOVER_WIDTH)))
-    hover = (
-        f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}: {value}{unit}<br>"
-        f"<i>{meaning}</i><extra></extra>"
-    )
+    meaning = "<br>".join(map(for_plotly, textwrap.wrap(described.meaning, 58)))
+    named = f"<b>L%{{y}}H%{{x}}</b><br>{for_plotly(described.title)}"
+    hover = f"{named}: {value}{unit}<br><i>{meaning}</i><extra></extra>"
     return head_cells(grid, low, high if high > low else low + 1.0, hover, scale=scale, bar=bar)
 
 
@@ -202,7 +197,7 @@ def _data_uri(picture: Any) -> str:
     """Encode a picture (rows, columns, colours) as a PNG in a link, thinned where it is large."""
     from plotly import express  # takes 0.4 s to import, and few pages have pictures
 
-    step = -(-max(picture.shape[:2]) // MOST_PIXELS)
+    step = -(-max(picture.shape[:2]) // 224)
     pixels = np.ascontiguousarray(picture[::step, ::step], dtype=np.uint8)
     image = express.imshow(pixels, binary_string=True, binary_backend="pypng", binary_compression_level=9)
     return str(image.data[0].source)

@@ -18,8 +18,6 @@ from theodolite.report.exhibit import CAPTIONS, Choice, Draw, Option, by_residua
 from theodolite.system.wording import for_plotly, harmless, with_error
 
 DIMENSIONS = 40  # of a map at most
-SPIRAL_POSITIONS = 160
-SPIRAL_CONTEXTS = 250
 
 
 def _chart(
@@ -56,10 +54,8 @@ def _declare(key: str, caption: dict[str, Any]) -> None:
             raise UsageError(f"this run has none of what the figure {draw.__name__} shows")
         below: list[Any] = []
         if "limit" in curves:
-            ends, limit = (
-                data.layer_numbers(run)[[0, -1]],
-                data.limit_of("layers", next(iter(curves["columns"]))).limit,
-            )
+            ends = data.layer_numbers(run)[[0, -1]]
+            limit = data.limit_of("layers", next(iter(curves["columns"]))).limit
             below = reference(ends, limit, curves["limit"], dash="dash")
         return _chart(run, curves["y"], curves["columns"], curves["axis"], below)
 
@@ -74,10 +70,8 @@ for _key, _caption in CAPTIONS.items():
 
 
 def _by_own(run: Run, draw: Draw) -> Choice:
-    options = [
-        Option(c.name, c.title, c.group, harmless(c.meaning)) for c in data.caller_columns(run, "layers")
-    ]
-    return Choice("column", options, draw)
+    own = data.caller_columns(run, "layers")
+    return Choice("column", [Option(c.name, c.title, c.group, harmless(c.meaning)) for c in own], draw)
 
 
 @exhibit("own-columns", picker=_by_own, alone=False)
@@ -116,13 +110,11 @@ def spiral(run: Run, layer: int = 0) -> go.Figure:
     """
     basis, grid = data.need(run, "positional_pca")[layer], data.grid_of(run)
     first = grid.leading if grid else 1
-    positions = np.array(data.evenly(len(basis) - first, SPIRAL_POSITIONS), dtype=np.int32) + first
+    positions = np.array(data.evenly(len(basis) - first, 160), dtype=np.int32) + first
     points = basis[positions].astype(np.float32)
     names = [grid.token_text(position) if grid else f"position {position}" for position in positions.tolist()]
     cvecs = data.array(run, "cvec_pca")
-    contexts = (
-        np.zeros((0, 2)) if cvecs is None else cvecs[layer][data.evenly(cvecs.shape[1], SPIRAL_CONTEXTS)]
-    )
+    contexts = np.zeros((0, 2)) if cvecs is None else cvecs[layer][data.evenly(cvecs.shape[1], 250)]
     x, y = contexts[:, :2].T
     hover, look = "a context vector<extra></extra>", {"size": 3.5, "opacity": 0.4}
     traces = [dots(x, y, None, "context vectors", style.CONTEXT, hover, marker=look)]
