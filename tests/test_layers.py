@@ -94,7 +94,7 @@ def test_no_import_is_hidden_in_a_string():
     texts = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
     assert not [name for name, text in texts.items() if hidden.search(text)]
     callers = {name for name, text in texts.items() if "import_module(" in text or "__import__(" in text}
-    assert callers == {"system/lazy_names.py", "measure/catalogue.py"}
+    assert callers == {"system/lazy_names.py", "measure/column.py"}
 
 
 def test_transformers_is_known_in_few_places():

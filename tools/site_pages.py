@@ -119,7 +119,7 @@ def _plotly() -> str:
 
 def table(name: str) -> str:
     """Tabulate every column of a table of the run folder, from the declarations beside their formulas."""
-    from theodolite.measure.catalogue import declared
+    from theodolite.measure.column import declared
 
     described = declared(name)
     errors: dict[str, list[str]] = {}
@@ -134,7 +134,7 @@ def table(name: str) -> str:
 
 def columns(names: str) -> str:
     """Write the rows of the run folder's page for these columns, of layers and heads or named as `TABLE.COLUMN`."""
-    from theodolite.measure.catalogue import declared
+    from theodolite.measure.column import declared
 
     described = declared("layers") | declared("heads")
     wanted = names.split(", ")
@@ -162,9 +162,9 @@ def _rows(described: dict[str, Any], names: list[str]) -> str:
 
 def arrays(_: str | None) -> str:
     """Tabulate every array of a run, from the declarations."""
-    from theodolite.measure import catalogue
+    from theodolite.measure import column
 
-    rows = [f"| `{a.name}` | {a.shape} | {escaped(a.meaning)} |" for a in catalogue.arrays().values()]
+    rows = [f"| `{a.name}` | {a.shape} | {escaped(a.meaning)} |" for a in column.arrays().values()]
     return "\n".join(["| name | shape | what |", "| --- | --- | --- |", *rows])
 
 

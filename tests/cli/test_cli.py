@@ -351,10 +351,10 @@ def test_ctrl_c_after_the_passes_ends_in_a_line_and_no_pass_is_made_again(
     module, _, name = after_the_passes.rpartition(".")
     work = getattr(importlib.import_module(module), name)
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         for _ in range(presses):
             signal.raise_signal(signal.SIGINT)
-        return work(*arguments)
+        return work(*arguments, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(after_the_passes, interrupted)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from theodolite.judging import Criterion
-from theodolite.measure import catalogue
-from theodolite.measure.column import WITHOUT, Column
+from theodolite.measure.column import EXTRA_COLUMNS, WITHOUT, Column, arrays, declared
 from theodolite.measure.tags import TRACED_HEADS
 from theodolite.passes.run import TABLES, Run
 
@@ -21,21 +20,21 @@ def test_every_column_and_array_of_a_run_is_declared(surveyed, traced):
     tables = {name: getattr(surveyed, name) for name in TABLES if name != "traces"}
     tables |= {"traces": traced.traces, TRACED_HEADS: traced.heads}
     for name, table in tables.items():
-        declared = catalogue.declared(name).values()
-        columns = {name for column in declared for name in column.columns}
+        of_table = declared(name).values()
+        columns = {name for column in of_table for name in column.columns}
         assert set(table) <= columns, name
-        assert {column.name for column in declared if column.needed} <= set(table)
-        for column in declared:
+        assert {column.name for column in of_table if column.needed} <= set(table)
+        for column in of_table:
             assert column.title, column
             assert column.meaning.endswith("."), column
             assert not column.floor or column.floor in columns
     without = {
         f"{table}.{name}{WITHOUT}"
         for table in ("layers", "heads")
-        for name, column in catalogue.declared(table).items()
+        for name, column in declared(table).items()
         if column.error
     }
-    assert {*surveyed.arrays, *traced.arrays} <= set(catalogue.arrays()) | without
+    assert {*surveyed.arrays, *traced.arrays} <= set(arrays()) | without
     assert {"layers.norm.without", "layers.rank.without"} <= set(surveyed.arrays)
     for name in set(surveyed.arrays) & without:
         table, column, _ = name.split(".")
@@ -55,8 +54,8 @@ def test_a_module_that_is_added_is_found(tmp_path):
     )
     code = (
         f"from theodolite import measure; measure.__path__.append({str(tmp_path)!r})\n"
-        "from theodolite.measure import catalogue\n"
-        "print(catalogue.declared('heads')['added'].title)"
+        "from theodolite.measure.column import declared\n"
+        "print(declared('heads')['added'].title)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "added\n"
@@ -75,6 +74,6 @@ def test_a_declaration_that_was_edited_counts_for_nothing(entry):
         error="halves",
         healthy=Criterion("at most", 1.0, "ours"),
     )
-    provenance = {catalogue.EXTRA_COLUMNS: [entry, whole.to_json()]}
-    assert catalogue.declared("heads", provenance)["x"] == whole
-    assert len(catalogue.declared("heads", provenance)) == len(catalogue.declared("heads")) + 1
+    provenance = {EXTRA_COLUMNS: [entry, whole.to_json()]}
+    assert declared("heads", provenance)["x"] == whole
+    assert len(declared("heads", provenance)) == len(declared("heads")) + 1

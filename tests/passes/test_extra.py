@@ -12,9 +12,8 @@ from tests.passes.test_survey import gpt2_weights, kept_whole
 from theodolite import measure
 from theodolite.errors import UsageError
 from theodolite.judging import Criterion
-from theodolite.measure import catalogue
-from theodolite.measure.catalogue import declared
-from theodolite.measure.column import MEASUREMENTS, Column
+from theodolite.measure import column as declarations
+from theodolite.measure.column import MEASUREMENTS, Column, declared
 from theodolite.measure.extra import Extra
 from theodolite.models import OpenModel, open_model
 from theodolite.passes.run import Run
@@ -167,7 +166,7 @@ def planted(attention):
 @pytest.fixture
 def add_measurement(tmp_path, monkeypatch):
     """Return what adds a file to `theodolite.measure`, as a new release of the package or its user may."""
-    cached = [one for one in vars(catalogue).values() if hasattr(one, "cache_clear")]
+    cached = [one for one in vars(declarations).values() if hasattr(one, "cache_clear")]
 
     def forget():
         for one in cached:

@@ -102,7 +102,7 @@ def test_contexts_of_one_length_are_the_batch_that_they_make(model, way):
     split = constituents(model, ids, 1, **rows)
     torch.testing.assert_close(split.total, constituents(model, torch.stack(documents), 1).total)
     uneven, rows, _ = laid(way)
-    with pytest.raises(UsageError, match="contexts of 9 to 20 tokens: give those of one length"):
+    with pytest.raises(UsageError, match="the contexts have 9 to 20 tokens: give those of one length"):
         constituents(model, uneven, 1, **rows)
 
 

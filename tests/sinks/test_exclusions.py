@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from theodolite.accumulate.marked import Marked, marked_places
+from theodolite.accumulate.sums import Marked, marked_places
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.models import open_model

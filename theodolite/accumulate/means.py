@@ -240,6 +240,5 @@ class KeptStreams(LayerSums):
         place = (self.kept >= first_context) & (self.kept < first_context + len(hidden))
         if layer < self.layers and place.any():
             stream = self.at("stream", layer, hidden.device)
-            stream[place.to(hidden.device), : hidden.shape[1]] = hidden[
-                (self.kept[place] - first_context).to(hidden.device)
-            ].to(stream.dtype)
+            kept = hidden[(self.kept[place] - first_context).to(hidden.device)]
+            stream[place.to(hidden.device), : hidden.shape[1]] = kept.to(stream.dtype)

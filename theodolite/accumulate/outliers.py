@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.marked import Marked
 from theodolite.accumulate.sums import (
     KeyedSums,
     LayerSums,
+    Marked,
     State,
     cache_sized,
     cache_sized_groups,
@@ -97,9 +97,8 @@ class OutlierCounts(LargeValues):
     def update(self, layer: int, hidden: Float[Tensor, "batch positions width"], first_context: int) -> None:
         """Add one layer's hidden states of contexts `first_context …`."""
         at_once = contexts_in_cache(hidden[0].numel())
-        for group, part in cache_sized_groups(
-            self.groups, first_context, len(hidden), hidden.device, at_once
-        ):
+        parts = cache_sized_groups(self.groups, first_context, len(hidden), hidden.device, at_once)
+        for group, part in parts:
             magnitude = hidden[part].abs()
             text = self.by_place(magnitude)[""]
             self.add("tokens", layer, text.new_tensor(text[..., 0].numel(), dtype=torch.float64), group)
@@ -183,9 +182,8 @@ class MassiveTokens(LayerSums):
         shown = (absolute < NAMED_CONTEXTS) & (marked.cpu().cumsum(dim=1)[context, position] <= NAMED_TOKENS)
         dimension = vectors.abs().argmax(dim=1)
         value = vectors.gather(1, dimension[:, None]).flatten()
-        keys = torch.stack(
-            [torch.full_like(context, layer), absolute, position, ids.cpu()[context, position]], dim=1
-        )
+        token = ids.cpu()[context, position]
+        keys = torch.stack([torch.full_like(context, layer), absolute, position, token], dim=1)
         named = self.keyed["named"]
         named.add(named.rows(keys[shown]), {"value": value[shown], "dimension": dimension[shown]})
 

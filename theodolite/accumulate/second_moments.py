@@ -140,9 +140,8 @@ class MomentSketches(LayerSums):
             count = torch.tensor(float(len(rows)), dtype=torch.float64, device=rows.device)
             sketch = (rows.T @ projected[part].flatten(0, 1)).double()
             sketch.addr_(offset, offset @ directions, alpha=-float(len(rows)))
-            trace = (
-                torch.linalg.vector_norm(rows, dtype=torch.float64).square() - count * offset.square().sum()
-            )
+            square = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
+            trace = square - count * offset.square().sum()
             self._combine(layer, group, count, batch.pivot + offset, trace, sketch)
 
     def merge(self, state: State) -> None:

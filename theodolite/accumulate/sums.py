@@ -6,8 +6,9 @@ layer's hidden states live; `state` brings them together on the CPU. Sums are fl
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -190,6 +191,41 @@ class KeyedSums:
     def merge(self, state: State) -> None:
         """Merge the `state` of another one into this one."""
         self.add(self.rows(state["keys"]), {name: state[name] for name in self._tensors})
+
+
+ANY = -1  # the part (head or dimension) of what is marked at position 0, where nearly every part is
+
+MARKED_COLUMNS = ("layer", "part", "context", "position", "token_id", "occurrences", "key")
+"""Of `marked_places`: `part` is a head or a dimension, `key` what knows the context again (`context_key`)."""
+
+
+class Marked(KeyedSums):
+    """Occurrences by layer, part, number of the context, position and token: keys alone, and no sums."""
+
+    def __init__(self) -> None:
+        super().__init__(5, {})
+
+    def mark(self, layer: int, part: Tensor, context: Tensor, position: Tensor, token: Tensor) -> None:
+        """Mark occurrences, one a row of all tensors; of position 0 all parts are one."""
+        part = torch.where(position == 0, ANY, part)
+        self.rows(torch.stack([torch.full_like(part, layer), part, context, position, token], dim=1))
+
+
+def context_key(ids: Int[Tensor, " positions"]) -> int:
+    """Return a number that only contexts of the same tokens have."""
+    digest = hashlib.sha256(ids.cpu().long().contiguous().numpy().tobytes()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+def marked_places(state: State, contexts: Iterable[Int[Tensor, " positions"]]) -> Int[Tensor, "places 7"]:
+    """Tabulate by `MARKED_COLUMNS` what was marked in these contexts; occurrences count after position 0, 0 there."""
+    contexts = list(contexts)
+    layer, part, context, position, token = state["keys"].unbind(dim=1)
+    later = torch.cat([ids[1:] for ids in contexts])
+    counts = torch.bincount(later, minlength=int(max(token, default=0)) + 1)
+    key = torch.tensor([context_key(ids) for ids in contexts])
+    occurrences = torch.where(position == 0, 0, counts[token])
+    return torch.stack([layer, part, context, position, token, occurrences, key[context]], dim=1)
 
 
 def include(total: Tensor, value: Tensor, *, maximum: bool) -> None:

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from theodolite.accumulate.marked import Marked
-from theodolite.accumulate.sums import KeyedSums, LayerSums
+from theodolite.accumulate.sums import KeyedSums, LayerSums, Marked
 from theodolite.attention.catches import LEARNED, Catches, between_and_total, sums_of_squares
 from theodolite.corpus.groups import GROUPS, Groups
 
@@ -51,9 +50,8 @@ class Tags(LayerSums):
         self.by_sink = KeyedSums(4, shapes | both)
         self.by_head = KeyedSums(2, {"contexts": (), "moment": (value_width, value_width)} | both)
         self.marked = Marked()
-        super().__init__(
-            layers, {}, keyed={"by_sink": self.by_sink, "by_head": self.by_head, "marked": self.marked}
-        )
+        keyed = {"by_sink": self.by_sink, "by_head": self.by_head, "marked": self.marked}
+        super().__init__(layers, {}, keyed=keyed)
 
     def update(
         self,
@@ -164,9 +162,8 @@ def shifted_groups(catches: Catches) -> list[Catches]:
     moved = []
     for part in range(1, SHIFTS + 1):
         source = order.gather(1, (number + count * part // (SHIFTS + 1)).clamp_min(0) % count)
-        moved.append(
-            replace(catches, caught=catches.caught.gather(1, source[catches.of]) & counted[catches.of])
-        )
+        caught = catches.caught.gather(1, source[catches.of]) & counted[catches.of]
+        moved.append(replace(catches, caught=caught))
     return moved
 
 

@@ -17,8 +17,7 @@ from theodolite.comparison.survival import ABOVE_NOISE, BY_HALVES, HALF, LOST, S
 from theodolite.corpus.groups import GROUPS
 from theodolite.estimates import Estimate, Floats, sigmas
 from theodolite.judging import Criterion, judge
-from theodolite.measure.catalogue import declared
-from theodolite.measure.column import WITHOUT
+from theodolite.measure.column import WITHOUT, declared
 from theodolite.measure.head_roles import PATTERN_ROLES, SINK_ROLES, UNIFORM_ATTENTION
 from theodolite.measure.position import DIRECTIONS
 from theodolite.passes.run import Run

@@ -92,12 +92,9 @@ class SharesPass:
             progress.checkpoint(number * layers)
             batches = self.alike[number]
             # The passes of a model that is read block by block must be the same for every block.
-            streamed = self.model.streamed is not None
-            left = (
-                list(self.model.attending)
-                if streamed
-                else self._of_streams(batches, number * layers, progress)
-            )
+            left = list(self.model.attending)
+            if self.model.streamed is None:
+                left = self._of_streams(batches, number * layers, progress)
             for rows in batches if left else ():
                 take = functools.partial(self._take, rows=rows)
                 visit_layers(self.model, self.corpus.inputs(rows), left, take)
@@ -125,13 +122,12 @@ class SharesPass:
     def _take(self, layer_pass: LayerPass, rows: slice) -> None:
         layer, state = layer_pass.layer, self._state
         leading, grid = self.corpus.leading, self.corpus.grid
+        shape = None if grid is None else grid.shape
         read = layer_pass.stream.shape[1]
         text = slice(leading, read - self.trailing)
         query, key = (t[:, :, text] for t in (layer_pass.inputs.query, layer_pass.inputs.key))
         heads = slice(query.shape[1])
-        state["low_frequency"][layer, rows, heads] = qk_low_frequency(
-            query, key, None if grid is None else grid.shape
-        ).cpu()
+        state["low_frequency"][layer, rows, heads] = qk_low_frequency(query, key, shape).cpu()
         parts = self._parts(layer_pass, self.groups[rows])
         try:
             split = split_queries_and_keys(layer_pass, parts, working_dtype(layer_pass.stream))

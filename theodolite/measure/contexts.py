@@ -193,9 +193,8 @@ class Contexts:
             """Average over pairs of the used groups, of which neither holds the context."""
             free = self.apart * used[:, None]
             count = free.sum(dim=0)
-            crossed = torch.einsum("gc,ghc,hc->c", free, products, free) - torch.einsum(
-                "gc,ggc->c", free, products
-            )
+            crossed = torch.einsum("gc,ghc,hc->c", free, products, free)
+            crossed = crossed - torch.einsum("gc,ggc->c", free, products)
             kept = (~self.apart * used[:, None]).sum(dim=0)
             agreement = (self.agreement * kept).sum()
             return (crossed / (count * (count - 1)) * kept).sum() / (energy(used) * agreement)

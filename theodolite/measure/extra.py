@@ -12,8 +12,7 @@ from torch import Tensor
 from theodolite.accumulate.sums import LayerSums, State
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.errors import UsageError
-from theodolite.measure.catalogue import declared
-from theodolite.measure.column import OPEN_TABLES, Column
+from theodolite.measure.column import OPEN_TABLES, Column, declared
 
 
 class Extra(LayerSums, ABC):

@@ -20,18 +20,8 @@ from theodolite.accumulate.means import Sample, decomposed_means
 from theodolite.accumulate.outliers import MASSIVE_COUNTS, PUBLISHED
 from theodolite.accumulate.sums import State, part_of
 from theodolite.judging import Criterion
-from theodolite.measure.column import (
-    LEFT_OUT,
-    SHARE,
-    SIGNED,
-    STREAM,
-    WITHOUT,
-    Array,
-    Column,
-    array_without,
-    gives,
-    table_of,
-)
+from theodolite.measure import column
+from theodolite.measure.column import Array, Column, array_without, gives, table_of
 from theodolite.measure.position import positions_read
 from theodolite.measure.publications import BAO, SONG, ZHANG
 from theodolite.theory.outliers import typical_magnitude
@@ -43,12 +33,12 @@ OUTLIER_SHARE = PUBLISHED.outlier_tokens
 
 SHOWN_SINGULAR_VALUES = 60
 
-_layer = partial(Column, "layers", group=STREAM, error=LEFT_OUT)
-_share = partial(_layer, range=SHARE)
+_layer = partial(Column, "layers", group=column.STREAM, error=column.LEFT_OUT)
+_share = partial(_layer, range=column.SHARE)
 _DEPTH = f"{SONG}, Fig. 8"
 _outlier = partial(Column, "outliers")
 _massive = partial(_outlier, source=f"{ZHANG}, section 2")
-_counted = partial(_massive, error=LEFT_OUT)
+_counted = partial(_massive, error=column.LEFT_OUT)
 _token = partial(Column, "massive")
 _COUNTED = ("massive", "massive_first")
 
@@ -81,7 +71,7 @@ def _apart(name: str, title: str, of: str, when: str = "", short: str = "") -> t
         "Mean cosine between a token's hidden states before and after a block. Near 1: the block does little.",
         source=_DEPTH,
         title="cosine to previous layer",
-        range=SIGNED,
+        range=column.SIGNED,
     ),
     _share(
         "rank_collapse",
@@ -212,7 +202,9 @@ def principal_axes(
     Array(
         "typical_magnitude", "(N, d)", "Typical size of each dimension, exp E ln |x| over the text's tokens."
     ),
-    Array(f"typical_magnitude{WITHOUT}", "(8, N, d)", "The same without each of 8 groups of contexts."),
+    Array(
+        f"typical_magnitude{column.WITHOUT}", "(8, N, d)", "The same without each of 8 groups of contexts."
+    ),
 )
 def outliers_table(outliers: State, means: State) -> tuple[pd.DataFrame, dict[str, Tensor]]:
     """Tabulate each layer's outlier dimensions and those with massive activations; with the size of every dimension.
@@ -232,13 +224,13 @@ def outliers_table(outliers: State, means: State) -> tuple[pd.DataFrame, dict[st
     logs = ratio(outliers["log_magnitude"].transpose(0, 1), tokens.T[:, :, None])
     sizes = combined(typical_magnitude, logs).if_known((tokens > 0).all())
     arrays = {"outlier_share": share.float(), "typical_magnitude": sizes.value.float()}
-    arrays[f"typical_magnitude{WITHOUT}"] = sizes.without.float()
+    arrays[f"typical_magnitude{column.WITHOUT}"] = sizes.without.float()
     for name in _COUNTED:
         # Of all contexts: as many times the mean.
         mean = ratio(outliers[name].transpose(0, 1), contexts.T[:, :, None])
         count = combined(lambda of: of * total[layer], mean[rows]).if_known(known)
         columns[f"{name}_se"] = count.error
-        arrays[f"outliers.{name}{WITHOUT}"] = count.without.float()
+        arrays[f"outliers.{name}{column.WITHOUT}"] = count.without.float()
     return table_of(columns), arrays
 
 

@@ -15,28 +15,14 @@ from theodolite.accumulate.sums import State, part_of
 from theodolite.attention.sinks import SINK_THRESHOLD, is_sink
 from theodolite.corpus.cutting import NO_TOKEN
 from theodolite.judging import Criterion
-from theodolite.measure import head_roles
-from theodolite.measure.column import (
-    AMOUNT,
-    ATTENTION,
-    BEHAVIOUR,
-    LEFT_OUT,
-    SHARE,
-    SINKS,
-    WITHOUT,
-    Array,
-    Column,
-    array_without,
-    gives,
-    head_places,
-    table_of,
-)
+from theodolite.measure import column, head_roles
+from theodolite.measure.column import Array, Column, array_without, gives, head_places, table_of
 from theodolite.measure.publications import BAO, OLSSON, SONG, XIAO, ZHAI, ZHANG
 from theodolite.theory.propagation import propagation_of_draws
 from theodolite.theory.unbiased import Jackknifed, ratio
 
-_head = partial(Column, "heads", range=SHARE)
-_measured = partial(_head, error=LEFT_OUT)
+_head = partial(Column, "heads", range=column.SHARE)
+_measured = partial(_head, error=column.LEFT_OUT)
 _SINK = (
     f"A key is a sink of a context where it gets more than {SINK_THRESHOLD} of the attention of the queries that see "
     "it on average; at least min(16, T/4), rounded up, other queries must see it."
@@ -45,7 +31,7 @@ _SINK = (
 
 def _of_role(role: head_roles.HeadRole, source: str, formula: str, **more: Any) -> Column:
     """Declare the column of a role's score."""
-    group = SINKS if role in head_roles.SINK_ROLES else BEHAVIOUR
+    group = column.SINKS if role in head_roles.SINK_ROLES else column.BEHAVIOUR
     return _measured(role.column, role.meaning, formula, source, role.name, group=group, **more)
 
 
@@ -83,8 +69,8 @@ def head_rows(heads_of: Sequence[int]) -> list[int]:
         "Mean over queries; a learned sink column counts as an outcome.",
         f"{ZHAI}; {BAO}, section 5",
         unit="nats",
-        range=AMOUNT,
-        group=ATTENTION,
+        range=column.AMOUNT,
+        group=column.ATTENTION,
     ),
     _measured(
         "propagation",
@@ -92,7 +78,7 @@ def head_rows(heads_of: Sequence[int]) -> list[int]:
         "Of the keys that contexts' last queries see, before special tokens at the end.",
         f"{BAO}, section 3, definition 1",
         "signal propagation",
-        group=ATTENTION,
+        group=column.ATTENTION,
         healthy=Criterion("at least", 0.05, "mean propagation: hardly any key's signal reaches the gradient"),
     ),
     _of_role(head_roles.PREVIOUS_TOKEN, OLSSON, "Mean over queries at positions 1 … T − 1."),
@@ -112,7 +98,7 @@ def head_rows(heads_of: Sequence[int]) -> list[int]:
         "Share of a head's attention that text behind an image pays to the image's tokens.",
         "Only of texts with images: mean over the queries behind an image's last token.",
         title="attention to the image",
-        group=BEHAVIOUR,
+        group=column.BEHAVIOUR,
     ),
 )
 def head_columns(attention: State) -> dict[str, Jackknifed]:
@@ -130,8 +116,8 @@ def head_columns(attention: State) -> dict[str, Jackknifed]:
 
 def with_errors(columns: Mapping[str, Jackknifed]) -> dict[str, list[float]]:
     """List the values of columns by name, and their standard errors by NAME_se."""
-    values = {name: column.value.tolist() for name, column in columns.items()}
-    return values | {f"{name}_se": column.error.tolist() for name, column in columns.items()}
+    values = {name: of.value.tolist() for name, of in columns.items()}
+    return values | {f"{name}_se": of.error.tolist() for name, of in columns.items()}
 
 
 @gives(
@@ -143,7 +129,7 @@ def with_errors(columns: Mapping[str, Jackknifed]) -> dict[str, list[float]]:
         "it sees, normed and turned by position as they are used; without soft-capping and biases.",
         f"{BAO}, section 3; independent draws are ours",
         "signal propagation of independent draws",
-        group=ATTENTION,
+        group=column.ATTENTION,
         short="ρ indep.",
         offered=False,
     )
@@ -222,7 +208,7 @@ def sinks_table(attention: State, text: Callable[[int], str]) -> tuple[pd.DataFr
     order = ["layer", "head", "contexts", "token_id"]
     table = table_of(columns).sort_values(order, ascending=[True, True, False, True])
     share = share[table.index.to_numpy(copy=True)].if_known((contexts > 0).all())
-    return table.reset_index(drop=True), {f"sinks.share{WITHOUT}": share.without.float()}
+    return table.reset_index(drop=True), {f"sinks.share{column.WITHOUT}": share.without.float()}
 
 
 @gives(

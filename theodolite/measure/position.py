@@ -24,19 +24,11 @@ from theodolite.accumulate.second_moments import low_rank, numbers_of
 from theodolite.accumulate.sums import State
 from theodolite.corpus.groups import GROUPS, one_of_each_stretch
 from theodolite.judging import Criterion
-from theodolite.measure.column import (
-    BASIS,
-    CONTEXTS,
-    LEFT_OUT,
-    POSITIONAL,
-    SHARE,
-    WITHOUT,
-    Array,
-    Column,
-    gives,
-)
+from theodolite.measure import column
+from theodolite.measure.column import Array, Column, gives
 from theodolite.measure.publications import SONG
 from theodolite.system.processor import once, parallel_map
+from theodolite.theory import unbiased
 from theodolite.theory.singular import by_gram_matrix, screenot_of_values
 from theodolite.theory.smoothness import (
     Grid,
@@ -44,22 +36,12 @@ from theodolite.theory.smoothness import (
     lowest_frequencies,
     product_low_frequency_ratio,
 )
-from theodolite.theory.unbiased import (
-    Jackknifed,
-    PairProducts,
-    combined,
-    corner_energies,
-    leaving_out,
-    product,
-    product_energy,
-    stacked,
-    together,
-)
+from theodolite.theory.unbiased import Jackknifed, PairProducts
 
 SCREENOT_RANK = 20
 """Upper bound on the rank given to ScreeNOT, as published."""
 
-DIRECTIONS = f"positional_directions{WITHOUT}"
+DIRECTIONS = f"positional_directions{column.WITHOUT}"
 
 REPLICATED = 3.0
 """Standard errors by which a direction's energy in contexts left out is above 0: of noise, one in a hundred is."""
@@ -80,14 +62,14 @@ LEAST_SHARE = 0.1
 
 _QUERIES = 64  # rows of P̃WP̃ᵀ held at a time, of one head and all groups
 
-_layer = partial(Column, "layers", group=BASIS, error=LEFT_OUT)
-_share = partial(_layer, range=SHARE)
-_of_head = partial(Column, "heads", range=SHARE, group=POSITIONAL)
+_layer = partial(Column, "layers", group=column.BASIS, error=column.LEFT_OUT)
+_share = partial(_layer, range=column.SHARE)
+_of_head = partial(Column, "heads", range=column.SHARE, group=column.POSITIONAL)
 _SMOOTH = "Smoothness over positions: energy of the positional basis in its {k} lowest frequencies. 1 smooth, 0 noise."
 
 
 def _smoothness(
-    column: Callable[..., Column],
+    declare: Callable[..., Column],
     name: str,
     meaning: str,
     formula: str,
@@ -100,7 +82,7 @@ def _smoothness(
     for k in CUTOFFS:
         named = shown if shown and k == SHOWN_CUTOFF else f"{title} K={k}"
         more = of_shown if k == SHOWN_CUTOFF else {}
-        yield column(f"{name}_{k}", meaning.format(k=f"{k} × {k}"), formula, source, named, **more)
+        yield declare(f"{name}_{k}", meaning.format(k=f"{k} × {k}"), formula, source, named, **more)
 
 
 @dataclass(frozen=True)
@@ -141,7 +123,7 @@ class GroupedBasis:
     @once
     def squares(self) -> Jackknifed:
         """‖pos_t‖² of every position."""
-        return product(self.p)
+        return unbiased.product(self.p)
 
 
 @dataclass(frozen=True)
@@ -259,7 +241,7 @@ def positions_read(means: State) -> int:
         "‖Σ‖_F / tr Σ.",
         "a closed form",
         "incoherence, random",
-        group=CONTEXTS,
+        group=column.CONTEXTS,
         error="",
     ),
     *_smoothness(
@@ -332,14 +314,14 @@ def _of_layers(
         return of_ranks | numbers(layer, basis), directions.half()
 
     rows, directions = zip(*parallel_map(of_layer, list(range(len(means["contexts"])))), strict=True)
-    return together(rows), torch.stack(directions, dim=1)
+    return unbiased.together(rows), torch.stack(directions, dim=1)
 
 
 def _sizes(basis: GroupedBasis, moment: Float64[Tensor, 3], sketch: State) -> dict[str, Jackknifed]:
     """Compute one layer's sizes, given `moment_numbers` of all tokens, and a sketch of these moments by groups."""
     groups, readers = len(basis.p), basis.readers.sum(dim=0)
     # ‖M‖₂² is the largest eigenvalue of the centred moments.
-    sketched = leaving_out(lambda used: sketched_moment(sketch, basis.groups, used), groups)
+    sketched = unbiased.leaving_out(lambda used: sketched_moment(sketch, basis.groups, used), groups)
     exact, (_, trace, norm) = moment[:2], moment
     # A sketch misses a part of the largest eigenvalue: what it says is how that varies.
     moments = Jackknifed(exact, sketched.without * exact / sketched.value)
@@ -356,10 +338,10 @@ def _sizes(basis: GroupedBasis, moment: Float64[Tensor, 3], sketch: State) -> di
     pairs = len(differences.upper) / (len(of_tiled.upper) or math.nan)
     noise = 2 * differences.largest_square().error * math.sqrt(pairs)
     return {
-        "stable_rank": combined(torch.div, energy, square).where(square.value > noise),
-        "relative_norm": combined(torch.div, square, whole).root(),
+        "stable_rank": unbiased.combined(torch.div, energy, square).where(square.value > noise),
+        "relative_norm": unbiased.combined(torch.div, square, whole).root(),
         "relative_norm_floor": Jackknifed.constant((noise / whole.value).sqrt(), groups),
-        "position_energy": combined(torch.div, energy, variance),
+        "position_energy": unbiased.combined(torch.div, energy, variance),
         "incoherence_random": Jackknifed.constant(norm / trace, groups),
         **_shares("pp_low_frequency", basis, basis.products.energy()),
     }
@@ -409,7 +391,7 @@ def ranks(basis: GroupedBasis) -> tuple[dict[str, Jackknifed], Float[Tensor, "gr
         error = (squares / (len(some) * (len(some) - 1) or math.nan)).sqrt()
         return (some.mean(dim=0) > REPLICATED * error).sum().double()
 
-    return {"rank": leaving_out(replicated, groups), "rank_screenot": screenot}, torch.stack(axes).mT
+    return {"rank": unbiased.leaving_out(replicated, groups), "rank_screenot": screenot}, torch.stack(axes).mT
 
 
 def screenot_bound(p: Float[Tensor, "positions width"]) -> int:
@@ -441,7 +423,7 @@ def squared_lengths(
         weight = spread / (spread + own.error.square()).clamp_min(1e-300)
         return mean + weight * (value - mean)
 
-    lengths = combined(drawn, own, smooth)
+    lengths = unbiased.combined(drawn, own, smooth)
     of_uses = torch.cat([lengths.value[None], lengths.without])
     # One that is not above 0 by itself has the mean of its neighbours.
     of_uses = torch.where(of_uses > 0, of_uses, torch.cat([smooth.value[None], smooth.without]))
@@ -458,8 +440,8 @@ def _shares(
         transform = lowest_frequencies(torch.eye(rows, dtype=torch.float64), max(CUTOFFS), grid)
         lowest = (transform * scales[:, None]).flatten(0, 1) @ basis.p
         lowest = lowest.unflatten(1, (len(scales), -1)).transpose(0, 1)
-    corners = corner_energies(lowest, lowest, [frequencies_below(k, rows, grid) for k in CUTOFFS])
-    shares = combined(torch.div, corners, whole).corrected().where(bool(whole.above_noise()))
+    corners = unbiased.corner_energies(lowest, lowest, [frequencies_below(k, rows, grid) for k in CUTOFFS])
+    shares = unbiased.combined(torch.div, corners, whole).corrected().where(bool(whole.above_noise()))
     return {f"{name}_{k}": shares[place] for place, k in enumerate(CUTOFFS)}
 
 
@@ -480,15 +462,15 @@ def positional_heads(
     key, _, key_sums, key_low = _projected(basis, w_k)
     tilde = query + mean  # of keys the mean is the same in a row
     counts = [frequencies_below(k, rows, basis.grid) for k in CUTOFFS]
-    corners = corner_energies(query_low.unsqueeze(0), key_low.unsqueeze(0), counts)
+    corners = unbiased.corner_energies(query_low.unsqueeze(0), key_low.unsqueeze(0), counts)
 
     def of_head(head: int) -> tuple[Jackknifed, Tensor]:
         argmax = argmax_property(tilde[head], key[head], chosen)
-        return product_energy(query_sums[head], key_sums[head]), argmax
+        return unbiased.product_energy(query_sums[head], key_sums[head]), argmax
 
     energies, properties = zip(*parallel_map(of_head, list(range(len(w_q)))), strict=True)
-    energy = stacked(energies)
-    shares = combined(lambda corner, whole: corner / whole[:, None], corners, energy).corrected()
+    energy = unbiased.stacked(energies)
+    shares = unbiased.combined(lambda corner, whole: corner / whole[:, None], corners, energy).corrected()
     return torch.stack(properties), shares.where(energy.above_noise()[:, None])
 
 
@@ -521,7 +503,7 @@ def _projected(basis: GroupedBasis, w: Tensor, rows: Tensor | None = None) -> tu
         f"{SONG}, eq. 8 and Fig. 25",
     ),
     *_smoothness(
-        partial(_of_head, error=LEFT_OUT, offered=False),
+        partial(_of_head, error=column.LEFT_OUT, offered=False),
         "pwp_low_frequency",
         "Energy of PWPᵀ in its {k} lowest frequencies: near 1, neighbouring positions get similar logits.",
         "Of its 2-D DCT, P = pos, W = W_QK, by products of four groups of contexts; of more than 256 positions the "

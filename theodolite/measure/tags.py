@@ -13,16 +13,8 @@ from torch import Tensor
 from theodolite.accumulate.sums import State, part_of
 from theodolite.accumulate.tags import HEAD_OUTPUT, LATER, LOCAL
 from theodolite.corpus.groups import GROUPS, Groups
-from theodolite.measure.column import (
-    LEFT_OUT,
-    WITHOUT,
-    Array,
-    Column,
-    array_without,
-    gives,
-    head_places,
-    table_of,
-)
+from theodolite.measure import column
+from theodolite.measure.column import Array, Column, array_without, gives, head_places, table_of
 from theodolite.measure.publications import ZHANG
 from theodolite.theory.outliers import MAD_TO_SD
 from theodolite.theory.unbiased import Jackknifed, combined, ratio
@@ -41,37 +33,37 @@ TRACED_HEADS = "heads of a trace"  # what declarations call the heads table of a
 
 def _tag_columns(table: str) -> tuple[Column, ...]:
     """Declare the columns that sinks and heads both have: how strong a tag is in each layer."""
-    column = partial(Column, table)
+    declare = partial(Column, table)
     return (
         *head_places(table),
-        column("contexts", "Contexts with a sink."),
-        column("share", "Their share of all contexts."),
-        column(
+        declare("contexts", "Contexts with a sink."),
+        declare("share", "Their share of all contexts."),
+        declare(
             "tag",
             "Share of the variance of the head's output that lies between the tokens that it caught and all others "
             "(η²).",
             "Within contexts; empty where a sink catches every token or none.",
             f"{ZHANG}; η² is ours",
-            error=LEFT_OUT,
+            error=column.LEFT_OUT,
             floor="tag_chance",
         ),
-        column(
+        declare(
             "tag_chance", "η² of a random grouping of as many tokens.", "1/(tokens − 1).", title="tag, chance"
         ),
-        column(
+        declare(
             "tag_shifted",
             "η² of the same grouping when shifted along the context by one to four fifths.",
             title="tag, shifted",
         ),
-        column("before", "η² in the residual stream that enters the head's block."),
-        column("after", "η² in the residual stream that leaves the head's block."),
-        column("released", "The largest η² of all later layers.", error=LEFT_OUT),
-        column("released_layer", "The layer of that η²; −1 where there is none.", title="released in"),
-        column(
+        declare("before", "η² in the residual stream that enters the head's block."),
+        declare("after", "η² in the residual stream that leaves the head's block."),
+        declare("released", "The largest η² of all later layers.", error=column.LEFT_OUT),
+        declare("released_layer", "The layer of that η²; −1 where there is none.", title="released in"),
+        declare(
             "gain",
             "`released` less `before`.",
             "Its error is for that layer alone; that it is the largest of several, the page of a trace accounts for.",
-            error=LEFT_OUT,
+            error=column.LEFT_OUT,
         ),
     )
 
@@ -213,7 +205,7 @@ def traces(
         "release": release[order],
     }
     arrays |= {
-        f"traces.{name}{WITHOUT}": one[order].if_known(contexts >= GROUPS).without.float()
+        f"traces.{name}{column.WITHOUT}": one[order].if_known(contexts >= GROUPS).without.float()
         for name, one in numbers.items()
     }
     return table_of(columns).iloc[order.numpy()].reset_index(drop=True), arrays

@@ -17,7 +17,7 @@ from theodolite.corpus.cutting import NO_TOKEN
 from theodolite.corpus.images import Images
 from theodolite.corpus.sampling import check_length, check_seed
 from theodolite.errors import UsageError, WorkError, first_line
-from theodolite.measure.catalogue import checksum
+from theodolite.measure.column import checksum
 from theodolite.models import OpenModel
 from theodolite.models.calls import capture_current_calls
 from theodolite.models.guard import guarded, measures

@@ -23,7 +23,7 @@ from torch import Tensor
 import theodolite
 from theodolite.errors import UsageError
 from theodolite.jobs.job import Job, Stage, States, Unfinished
-from theodolite.measure.catalogue import fault_of
+from theodolite.measure.column import fault_of
 from theodolite.system import files, run_folders
 from theodolite.system.progress import ShowStage
 from theodolite.system.wording import tokens_of

@@ -19,8 +19,7 @@ from theodolite.accumulate.sums import State
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError, WorkError
 from theodolite.jobs.job import States
-from theodolite.measure.catalogue import EXTRA_COLUMNS, declared, measurements
-from theodolite.measure.column import OPEN_TABLES, WITHOUT
+from theodolite.measure.column import EXTRA_COLUMNS, OPEN_TABLES, WITHOUT, declared, measurements
 from theodolite.measure.extra import Extra
 from theodolite.measure.heads import head_rows, heads_that_are
 from theodolite.passes.run import Run

@@ -51,9 +51,8 @@ def weights_pass(
 
     def positional(layer: int, weights: HeadWeights | None, means: State) -> State:
         basis = grouped_basis(means, layer, leading, grid)
-        if (
-            weights is None or weights.w_q.shape[1] != basis.p.shape[2]
-        ):  # they do not read the stream as it is
+        # The widths differ where they do not read the stream as it is.
+        if weights is None or weights.w_q.shape[1] != basis.p.shape[2]:
             sizes = (model.heads, len(CUTOFFS), 1 + len(basis.p))
             uses = torch.full(sizes, math.nan, dtype=torch.float64)
             return {"argmax_property": uses[:, 0, 0], "pwp_shares": uses}

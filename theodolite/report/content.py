@@ -14,8 +14,7 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 from theodolite.corpus.images import grid_described
-from theodolite.measure.catalogue import declared
-from theodolite.measure.column import SPECTRUM, SPECTRUM_DATA, Column
+from theodolite.measure.column import SPECTRUM, SPECTRUM_DATA, Column, declared
 from theodolite.measure.head_roles import UNIFORM_ATTENTION
 from theodolite.passes.run import Run
 from theodolite.report import data

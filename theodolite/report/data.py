@@ -18,8 +18,7 @@ from theodolite.corpus.images import PatchGrid, grid_described
 from theodolite.errors import UsageError
 from theodolite.estimates import Estimate, Estimates, Floats
 from theodolite.judging import Criterion
-from theodolite.measure.catalogue import declared
-from theodolite.measure.column import BASIS, Column
+from theodolite.measure.column import BASIS, Column, declared
 from theodolite.measure.head_roles import ROLES, HeadRole
 from theodolite.passes.run import Run
 from theodolite.system.wording import head_name

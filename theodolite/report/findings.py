@@ -17,8 +17,7 @@ import pandas as pd
 from theodolite.estimates import Floats
 from theodolite.judging import FAILS, HOLDS, UNDECIDED, Answer, Criterion, contexts_needed, judge
 from theodolite.measure import head_roles
-from theodolite.measure.catalogue import declared
-from theodolite.measure.column import Column
+from theodolite.measure.column import Column, declared
 from theodolite.measure.constituents import ADDITIVE, DISJOINT
 from theodolite.passes.run import Run
 from theodolite.report import data

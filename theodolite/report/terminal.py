@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from theodolite.judging import Verdict
-from theodolite.measure.catalogue import declared
-from theodolite.measure.column import Column
+from theodolite.measure.column import Column, declared
 from theodolite.measure.head_roles import COMMON_ROLES
 from theodolite.passes.run import TABLES, Run
 from theodolite.report.data import AT_FLOOR, at_floor, evenly, records

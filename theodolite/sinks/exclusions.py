@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from theodolite.accumulate.marked import COLUMNS, context_key
+from theodolite.accumulate.sums import MARKED_COLUMNS, context_key
 from theodolite.corpus.cutting import contexts_in_rows, positions_in_rows
 from theodolite.errors import UsageError
 from theodolite.measure.tags import NAMED
@@ -101,15 +101,15 @@ class Exclusions:
                 "these are spectra of weights, and no text was read: give the folder of a survey"
             )
         contexts = source["contexts"] if isinstance(run, Outliers) else source["corpus"]["contexts"]
-        places = pd.DataFrame(columns=list(COLUMNS), dtype=int)
+        places = pd.DataFrame(columns=list(MARKED_COLUMNS), dtype=int)
         if isinstance(run, Outliers):
-            places = pd.DataFrame(run.places.numpy(), columns=list(COLUMNS))
+            places = pd.DataFrame(run.places.numpy(), columns=list(MARKED_COLUMNS))
             rules = [
                 *_found_rules(run, contexts, least_share),
                 *_token_rules("massive activation", run.massive, places, contexts, least_share),
             ]
         elif run.kind == TRACE:
-            places = pd.DataFrame(run.arrays["sink_places"].numpy(), columns=list(COLUMNS))
+            places = pd.DataFrame(run.arrays["sink_places"].numpy(), columns=list(MARKED_COLUMNS))
             rules = [
                 _rule("sink", row, row.share, first=True if row.kind == "first" else None)
                 for row in run.traces[run.traces["share"] >= least_share].itertuples()

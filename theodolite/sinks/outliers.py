@@ -16,9 +16,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.accumulate.marked import marked_places
 from theodolite.accumulate.outliers import Activations, LayerBounds, carrier_columns
-from theodolite.accumulate.sums import State, part_of
+from theodolite.accumulate.sums import State, marked_places, part_of
 from theodolite.attention.inputs import AttentionInputs, attend
 from theodolite.corpus.corpus import Corpus
 from theodolite.errors import UsageError
@@ -52,7 +51,7 @@ class Outliers:
             size) of the values; position: mean.
         head_dimensions, head_massive: the same of the heads' outputs, with `head`; there the published rule asks for
             a share of tokens alone, since a dimension of a head is another one in every layer.
-        places: where values of the stream are massive by either rule, a row each by `accumulate.marked.COLUMNS`.
+        places: where values of the stream are massive by either rule, a row each by `accumulate.sums.MARKED_COLUMNS`.
         numbers: thresholds, sizes, and what was read, for a provenance.
     """
 

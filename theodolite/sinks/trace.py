@@ -13,8 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from theodolite.accumulate.marked import marked_places
-from theodolite.accumulate.sums import State, each_part, part_of
+from theodolite.accumulate.sums import State, each_part, marked_places, part_of
 from theodolite.accumulate.tags import HEAD_OUTPUT, Tags, measured, released
 from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import AttentionInputs

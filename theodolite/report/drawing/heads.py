@@ -11,8 +11,7 @@ import plotly.graph_objects as go
 
 from theodolite.attention.sinks import SINK_THRESHOLD
 from theodolite.errors import UsageError
-from theodolite.measure.catalogue import declared
-from theodolite.measure.column import Column
+from theodolite.measure.column import Column, declared
 from theodolite.measure.head_roles import COMMON_ROLES, ROLES
 from theodolite.measure.tags import KINDS, NAMED
 from theodolite.passes.run import Run

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from theodolite.errors import UsageError
 from theodolite.estimates import Floats
-from theodolite.measure.catalogue import declared
+from theodolite.measure.column import declared
 from theodolite.passes.run import Run
 from theodolite.report import data, style
 from theodolite.report.drawing.grammar import dots, heat, line, map_height, reference, rows_down
