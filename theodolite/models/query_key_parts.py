@@ -23,14 +23,7 @@ from theodolite.models.guard import measures, without_autocast
 from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
-from theodolite.models.weights.norms import (
-    EXACT,
-    FrozenNorm,
-    FunctionNorm,
-    NormCalls,
-    frozen_attention,
-    relative_error,
-)
+from theodolite.models.weights import norms
 from theodolite.theory.decomposition import PARTS, Decomposition, DecompositionByGroups
 
 
@@ -102,7 +95,7 @@ def visit_layers(
         if module in around and args and args[0] is entering and isinstance(output, Tensor):
             made_of_it.append((module, output))
 
-    def leave_function(norm: FunctionNorm, x: Tensor, output: Tensor) -> Tensor:
+    def leave_function(norm: norms.FunctionNorm, x: Tensor, output: Tensor) -> Tensor:
         if x is entering and not visiting:
             made_of_it.append((norm, output))
         return output
@@ -118,9 +111,11 @@ def visit_layers(
         call = Call(args, kwargs, structure.attention_layout).without_cache()
         stream = structure.layout.ordered(entering)
         # The very tensor first: another norm of the block may give equal numbers. A function may be a module's own.
-        made_of_it.sort(key=lambda pair: (pair[1] is not call.entered, isinstance(pair[0], FunctionNorm)))
-        norms = (norm for norm, output in made_of_it if _equal(output, call.entered))
-        norm = None if _equal(call.hidden, stream) else next(norms, None)
+        made_of_it.sort(
+            key=lambda pair: (pair[1] is not call.entered, isinstance(pair[0], norms.FunctionNorm))
+        )
+        found = (norm for norm, output in made_of_it if _equal(output, call.entered))
+        norm = None if _equal(call.hidden, stream) else next(found, None)
         visiting = True
         try:
             with tapped(model.root, stop_at_tap):
@@ -138,7 +133,7 @@ def visit_layers(
     hooks = [block.register_forward_pre_hook(enter_block, with_kwargs=True) for block in blocks]
     hooks += [module.register_forward_hook(leave_module) for module in around]
     hooks += [module.register_forward_pre_hook(enter_attention, with_kwargs=True) for module in attention]
-    with suppress(_LastLayerDone), removed_on_leaving(hooks), NormCalls(leave_function):
+    with suppress(_LastLayerDone), removed_on_leaving(hooks), norms.NormCalls(leave_function):
         model.forward(inputs)
 
 
@@ -161,7 +156,7 @@ def of_streams(
     of_pass = layer_pass.inputs
     pairs = ((entered, layer_pass.entered), (inputs.query, of_pass.query), (inputs.key, of_pass.key))
     for computed, expected in pairs if first else ():
-        if relative_error(computed[:1], expected) > _tolerance(expected):
+        if norms.relative_error(computed[:1], expected) > _tolerance(expected):
             raise WorkError("attention reads something else of a context than its stream")
     return replace(layer_pass, stream=stream, entered=entered, inputs=inputs)
 
@@ -208,7 +203,7 @@ def split_queries_and_keys(
 def _split(layer_pass: LayerPass, parts: DecompositionByGroups, dtype: torch.dtype) -> SplitQueriesAndKeys:
     _check_reads_stream(layer_pass)
     norm, entered = _frozen_norm(layer_pass, dtype), layer_pass.entered.to(dtype)
-    attention, per_context = frozen_attention(layer_pass.attention, layer_pass.call, entered)
+    attention, per_context = norms.frozen_attention(layer_pass.attention, layer_pass.call, entered)
     batch = entered if per_context else entered[:1]
 
     def send(entering: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,7 +250,7 @@ def _split(layer_pass: LayerPass, parts: DecompositionByGroups, dtype: torch.dty
         exact = {name: part[side].expand_as(total) for name, part in named.items()}
         remainder = total - sum(exact.values())
         off = resid[side] - remainder[:checked]
-        rounding = max(rounding, relative_error(total[:checked] + off, total[:checked]))
+        rounding = max(rounding, norms.relative_error(total[:checked] + off, total[:checked]))
         both.append(torch.stack([{**exact, "resid": remainder}[name] for name in PARTS]))
     if not rounding <= _tolerance(layer_pass.stream, layer_pass.inputs.query):
         raise WorkError(
@@ -265,19 +260,15 @@ def _split(layer_pass: LayerPass, parts: DecompositionByGroups, dtype: torch.dty
     return SplitQueriesAndKeys(both[0], both[1], layer_pass.inputs, rounding)
 
 
-def _frozen_norm(layer_pass: LayerPass, dtype: torch.dtype) -> FrozenNorm | None:
+def _frozen_norm(layer_pass: LayerPass, dtype: torch.dtype) -> norms.FrozenNorm | None:
     """Freeze the norm before the heads at the stream of a pass; None where there is none."""
     if layer_pass.norm is None:
         return None
     copy, name = copy_in_dtype(layer_pass.norm, dtype), type(layer_pass.norm).__name__
-
-    def norm(x: Tensor) -> Tensor:
-        return copy(x).to(x.dtype)
-
-    tolerance = _tolerance(layer_pass.stream, layer_pass.entered)
-    return FrozenNorm(norm, layer_pass.stream.to(dtype), layer_pass.entered, name, tolerance)
+    stream, tolerance = layer_pass.stream.to(dtype), _tolerance(layer_pass.stream, layer_pass.entered)
+    return norms.FrozenNorm(lambda x: copy(x).to(x.dtype), stream, layer_pass.entered, name, tolerance)
 
 
 def _tolerance(*computed: Tensor) -> float:
     """Return the relative error allowed of what the model computed in its own dtypes, or in autocast's."""
-    return max(EXACT, min(256 * max(torch.finfo(tensor.dtype).eps for tensor in computed), 0.1))
+    return max(norms.EXACT, min(256 * max(torch.finfo(tensor.dtype).eps for tensor in computed), 0.1))

@@ -76,10 +76,6 @@ NEUTRAL = {"attention.causal": True, "expert_gating_func": 1, "expert_weights_sc
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Divisors of the rotary frequencies: a setting of the configuration, no weights."""
 
-LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-"""Gemma's models of 27B divide queries by √(width / heads), the others by √(width of a head). As in llama.cpp, the
-number of layers tells them."""
-
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = GGUF_PRE_TOKENIZER_SPLITS["llama3"]
 SPLITS = {"gpt-2": (_GPT2,), "smollm": (r"\p{N}", _GPT2)}
@@ -238,8 +234,9 @@ def gguf_config(path: Path) -> Any:
         if name in known:
             settings[name] = f"blk.0.{tensor}.bias" in tensors
     if family in ("gemma2", "gemma3_text"):
+        # As in llama.cpp, the number of layers tells models of 27B: they divide queries by √(width / heads).
+        is_27b = layers == (46 if family == "gemma2" else 62)
         of_27b = settings["hidden_size"] / settings["num_attention_heads"]
-        is_27b = layers == LAYERS_OF_27B[file.architecture]
         settings["query_pre_attn_scalar"] = of_27b if is_27b else settings["head_dim"]
     pattern = metadata.get("attention.sliding_window_pattern")
     if settings.get("sliding_window") and "use_sliding_window" in known:

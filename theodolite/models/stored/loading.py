@@ -30,16 +30,8 @@ from theodolite.models.guard import MAKING
 from theodolite.models.stored.dequantised import FLOATS, SCALE, WHAT_TO_DO, has_own_class
 from theodolite.models.stored.factored import is_factored, load_factored
 from theodolite.models.training.adapters import with_adapter_merged
-from theodolite.system import embedded
-from theodolite.system.checkpoint_folders import (
-    ADAPTER_FILES,
-    adapter_in,
-    is_gguf,
-    local_checkpoint,
-    of_page,
-    refuse_index,
-    weight_files,
-)
+from theodolite.system import checkpoint_folders, embedded
+from theodolite.system.checkpoint_folders import is_gguf, weight_files
 from theodolite.system.wording import with_extra
 
 RUNNING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
@@ -91,12 +83,12 @@ class Checkpoint:
     @classmethod
     def at(cls, path_or_id: str | Path | None, revision: str | None) -> Checkpoint:
         """Find the checkpoint of a path, a name or the address of a page; None: the embedded model."""
-        if page := of_page(str(path_or_id)):
+        if page := checkpoint_folders.of_page(str(path_or_id)):
             path_or_id, revision = page[0], revision or page[1]
         place = embedded.FOLDER if path_or_id is None else path_or_id
         # The libraries that load models do not replace ~ by the home folder.
         place = place.expanduser() if isinstance(place, Path) else os.path.expanduser(place)
-        local = local_checkpoint(place)
+        local = checkpoint_folders.local_checkpoint(place)
         return cls(local or place, local, embedded.NAME if path_or_id is None else str(place), revision)
 
     def of_one_commit(self) -> Checkpoint:
@@ -107,7 +99,7 @@ class Checkpoint:
         commit = extract_commit_hash(config, None)
         options: dict[str, Any] = {"_raise_exceptions_for_connection_errors": False}
         if index := file_of(self.place, SAFE_WEIGHTS_INDEX_NAME, commit, **options):
-            refuse_index(Path(index).parent)
+            checkpoint_folders.refuse_index(Path(index).parent)
         return replace(self, revision=commit)
 
     def identity(
@@ -222,7 +214,7 @@ def load(
         tensors.load(lambda name: True, "the model")
         tensors.model.tie_weights()
         return tensors.model
-    adapter = adapter_in(folder)
+    adapter = checkpoint_folders.adapter_in(folder)
     # Where an adapter is beside the weights, `transformers` loads both, if it finds PEFT.
     if (adapter or file_of(source, "adapter_config.json", revision)) and not is_peft_available():
         raise UsageError(
@@ -253,10 +245,9 @@ def load(
             weakref.finalize(model, offload.cleanup)
         refuse_left_over(source, model, sorted(info["unexpected_keys"]))
         lacking = info["missing_keys"]
-    missing = sorted(lacking)
-    if missing:
+    if lacking:
         raise WorkError(
-            f"{source} lacks {len(missing)} of the model's tensors (first: {missing[0]}): the weights belong "
+            f"{source} lacks {len(lacking)} of the model's tensors (first: {min(lacking)}): the weights belong "
             "to another architecture or are incomplete"
         )
     return model if adapter is None else with_adapter_merged(model, adapter)
@@ -346,8 +337,8 @@ def hash_checkpoint(
     """Hash config and weights, of GGUF files all bytes."""
     digest, done = hashlib.sha256(), 0
     paths = weight_files(folder) if is_gguf(folder) else [folder / "config.json", *weight_files(folder)]
-    if adapter := adapter_in(folder):
-        paths += [adapter / name for name in ADAPTER_FILES]
+    if adapter := checkpoint_folders.adapter_in(folder):
+        paths += [adapter / name for name in checkpoint_folders.ADAPTER_FILES]
     total = sum(path.stat().st_size for path in paths)
     for path in paths:
         with path.open("rb") as file:

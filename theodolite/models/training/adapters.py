@@ -57,8 +57,7 @@ def with_adapter_merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel
         dtype = layer.base_layer.weight.dtype
         layer.double().merge()
         layer.to(dtype)
-    merged: PreTrainedModel = adapted.unload()
-    return merged
+    return adapted.unload()
 
 
 def check_adapter(where: str, adapter: Any) -> None:

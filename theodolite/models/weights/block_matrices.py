@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,9 +178,7 @@ class TappedProducts(TorchFunctionMode):
         super().__init__()
         self._on_product = on_product
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _PRODUCTS:
             *places, outputs_first = _PRODUCTS[func]
@@ -196,15 +194,13 @@ def _projections(model: OpenModel, layer: int) -> dict[str, Projection]:
             raise UsageError(
                 f"layer {layer}: {name} is offloaded: read it as it runs (theodolite prune --stream, open_streamed)"
             )
-    if layer not in model.calls:
-        return {}
-    try:
-        (of_layer,) = find_projections(
-            model.root, model.structure, model.calls, [layer], replacing=True, maps=model.weight_maps
-        )
-    except UsageError:
-        return {}
-    return of_layer.by_name
+    if layer in model.calls:
+        with suppress(UsageError):
+            (of_layer,) = find_projections(
+                model.root, model.structure, model.calls, [layer], replacing=True, maps=model.weight_maps
+            )
+            return of_layer.by_name
+    return {}
 
 
 def _split_by_projection(whole: Matrix, projections: dict[str, Projection]) -> list[Matrix]:

@@ -256,10 +256,7 @@ def _output_module(model: nn.Module, structure: Structure, layer: int, run: Run)
 
 
 def _affine_part(
-    send: Callable[[Tensor, Tensor], Tensor],
-    features: int,
-    width: int,
-    positions: int = 1,
+    send: Callable[[Tensor, Tensor], Tensor], features: int, width: int, positions: int = 1
 ) -> tuple[Float64[Tensor, "features out"], Float64[Tensor, "1 out"]] | None:
     """Find W and c(0) where `send(o, x)` is o W + c(x) for all o and x; None where it is not."""
     constant = send(torch.zeros(1, features), torch.zeros(1, width))

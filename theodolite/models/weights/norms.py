@@ -7,6 +7,7 @@ the norm, so that no class of norm is named here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -193,10 +194,7 @@ def frozen_attention(
     """
     copied = copy_in_dtype(module, entered.dtype)
     norms = Norms(copied)
-
-    def send(hidden: Tensor) -> AttentionInputs:
-        return run_until_tap(copied, call, hidden)
-
+    send = functools.partial(run_until_tap, copied, call)
     per_context = False
     try:
         send(entered[:1])

@@ -41,9 +41,6 @@ from theodolite.models.weights.norms import Norms, with_norms
 
 Result = TypeVar("Result")
 
-NEAR = 0.1
-"""How far from a whole number a row may come back: families that rotate in float32 keep six digits."""
-
 DIGITS = 1000
 """Rows are numbered in this base, a digit at a time: so that six digits suffice."""
 
@@ -610,7 +607,8 @@ def _digit(
         return None
     numbers = torch.where(changed, marked / torch.where(changed, made, 1), FIRST)
     digits = numbers.round()
-    if not torch.equal(digits[:1].expand_as(digits), digits) or not ((numbers - digits).abs() <= NEAR).all():
+    # Nearly whole: families that rotate in float32 keep six digits.
+    if not torch.equal(digits[:1].expand_as(digits), digits) or not ((numbers - digits).abs() <= 0.1).all():
         return None
     digit = digits[0].long() - FIRST
     return digit if bool(((digit >= 0) & (digit < DIGITS)).all()) else None
