@@ -33,14 +33,13 @@ class OpenTap:
     tap: Tap
 
 
-Intervened = tuple[frozenset[nn.Module], nn.Module, Intervention]
-"""The modules of a model, the attention module among them, and what intervenes in it."""
-
 open_taps: ContextVar[tuple[OpenTap, ...]] = ContextVar("theodolite_taps", default=())
 _suspended: ContextVar[bool] = ContextVar("theodolite_suspended", default=False)
 
-open_interventions: list[Intervened] = []
-"""Of the process and not of a context: they hold whoever calls the model (`generate` with a streamer has a thread)."""
+open_interventions: list[tuple[frozenset[nn.Module], nn.Module, Intervention]] = []
+"""The modules of a model, the attention module among them, and what intervenes in it.
+
+Of the process and not of a context: they hold whoever calls the model (`generate` with a streamer has a thread)."""
 
 
 @contextmanager
