@@ -77,10 +77,8 @@ def _as_autocast(inputs: AttentionInputs) -> AttentionInputs:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return inputs
     dtype = torch.get_autocast_dtype(device)
-    query, key, value = (
-        tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-        for tensor in (inputs.query, inputs.key, inputs.value)
-    )
+    given = inputs.query, inputs.key, inputs.value
+    query, key, value = (of if of.dtype == torch.float64 else of.to(dtype) for of in given)
     return replace(inputs, query=query, key=key, value=value)
 
 
