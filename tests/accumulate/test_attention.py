@@ -10,7 +10,7 @@ from tests.attention.test_summary import dense_summary
 from theodolite.accumulate.attention import AttentionStatistics, Tokens
 from theodolite.accumulate.sums import part_of
 from theodolite.attention.inputs import AttentionInputs, attend
-from theodolite.attention.sinks import least_queries
+from theodolite.attention.summary import least_queries
 
 
 def tokens() -> torch.Tensor:

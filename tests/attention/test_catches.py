@@ -48,7 +48,7 @@ def test_keys_and_learned_columns_are_sinks_by_the_one_rule(monkeypatch):
     inputs = make("sink")
     inputs = replace(inputs, sink=torch.full_like(inputs.sink, 9.0))
     assert all(LEARNED in catches.position for catches in attend_and_catch(inputs)[1])
-    monkeypatch.setattr("theodolite.attention.sinks.SINK_THRESHOLD", 1.0)
+    monkeypatch.setattr("theodolite.attention.summary.SINK_THRESHOLD", 1.0)
     assert not any(len(catches.position) for catches in attend_and_catch(inputs)[1])
 
 

@@ -15,7 +15,7 @@ import transformers
 from tests.calls import call, same_bytes
 from theodolite import Corpus, Run, open_model, survey, trace_sinks
 from theodolite.attention.inputs import attend, softmax
-from theodolite.attention.sinks import SINK_THRESHOLD
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.errors import UsageError
 from theodolite.models.hooks import Hooks, hooked
 

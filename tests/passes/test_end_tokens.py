@@ -19,8 +19,7 @@ from tests.dense import position_columns
 from tests.tokenizers import framed
 from theodolite import Corpus, constituents, open_model, survey, trace_sinks
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.attention.piecewise import empirical_propagation
-from theodolite.attention.summary import last_query
+from theodolite.attention.summary import empirical_propagation, last_query
 from theodolite.corpus.special_tokens import special_ends
 from theodolite.models import OpenModel
 from theodolite.passes.run import Run

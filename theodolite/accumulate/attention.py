@@ -24,8 +24,14 @@ from theodolite.accumulate.sums import (
     token_slices,
 )
 from theodolite.attention.inputs import BLOCK, AttentionInputs
-from theodolite.attention.sinks import ReceivedAttention
-from theodolite.attention.summary import AttentionSummary, Visit, last_query, summarise, weights_at
+from theodolite.attention.summary import (
+    AttentionSummary,
+    ReceivedAttention,
+    Visit,
+    last_query,
+    summarise,
+    weights_at,
+)
 from theodolite.corpus.groups import GROUPS, Groups
 from theodolite.system.processor import parallel_map
 from theodolite.theory.singular import largest_singular_value

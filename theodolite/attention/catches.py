@@ -17,8 +17,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from theodolite.attention.inputs import AttentionInputs
-from theodolite.attention.sinks import SINK_THRESHOLD, ReceivedAttention, is_sink, least_queries
-from theodolite.attention.summary import summarise_in_blocks
+from theodolite.attention.summary import (
+    SINK_THRESHOLD,
+    ReceivedAttention,
+    is_sink,
+    least_queries,
+    summarise_in_blocks,
+)
 from theodolite.system.processor import parallel_map
 
 LEARNED = -1

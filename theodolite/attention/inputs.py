@@ -128,26 +128,16 @@ class AttentionInputs:
             shared: slice | list[int] = slice(part.start // group, part.stop // group)
         else:
             shared = [head // group for head in part]
-        return replace(
-            self,
-            query=self.query[:, part],
-            key=self.key[:, shared],
-            value=self.value[:, shared],
-            mask=_part(self.mask, 1, part),
-            bias=_part(self.bias, 1, part),
-            sink=None if self.sink is None else self.sink[part],
-        )
+        query, key, value = self.query[:, part], self.key[:, shared], self.value[:, shared]
+        mask, bias = (_part(tensor, 1, part) for tensor in (self.mask, self.bias))
+        sink = None if self.sink is None else self.sink[part]
+        return replace(self, query=query, key=key, value=value, mask=mask, bias=bias, sink=sink)
 
     def of_contexts(self, part: slice) -> AttentionInputs:
         """Return the inputs of some contexts of the batch."""
-        return replace(
-            self,
-            query=self.query[part],
-            key=self.key[part],
-            value=self.value[part],
-            mask=_part(self.mask, 0, part),
-            bias=_part(self.bias, 0, part),
-        )
+        query, key, value = self.query[part], self.key[part], self.value[part]
+        mask, bias = (_part(tensor, 0, part) for tensor in (self.mask, self.bias))
+        return replace(self, query=query, key=key, value=value, mask=mask, bias=bias)
 
     def visible_queries(self) -> Float[Tensor, "batch_or_1 heads_or_1 keys"]:
         """Count the queries that can see each key."""

@@ -5,6 +5,7 @@ On a CPU in blocks of queries (here), on a CUDA device in the Triton kernels of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,10 +15,46 @@ from torch import Tensor
 
 from theodolite.attention import triton as attention_triton
 from theodolite.attention.inputs import MASKED, AttentionInputs, weigh
-from theodolite.attention.piecewise import empirical_propagation
-from theodolite.attention.sinks import ReceivedAttention
 from theodolite.errors import UsageError
 from theodolite.system.processor import parallel_map
+
+SINK_THRESHOLD = 0.3
+"""ε: a key is a sink when the queries that see it pay it more than this on average (Gu et al. 2024)."""
+
+
+def is_sink(mean: Float[Tensor, "*keys"]) -> Bool[Tensor, "*keys"]:
+    """Tell which keys, or learned sink columns, are sinks by the mean attention of the queries that see them."""
+    return mean > SINK_THRESHOLD
+
+
+def least_queries(length: int) -> int:
+    """Return how many other queries must see a key of a context of `length` tokens for it to count as a sink."""
+    return min(16, math.ceil(length / 4))
+
+
+@dataclass(frozen=True)
+class ReceivedAttention:
+    """The mean attention that each key receives from the queries that see it, and whether `least_queries` others do."""
+
+    mean: Float[Tensor, "batch heads keys"]
+    candidate: Bool[Tensor, "batch_or_1 heads_or_1 keys"]
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, mass: Float[Tensor, "batch heads keys"]) -> ReceivedAttention:
+        """Average what each key receives, from its attention weights summed over the queries."""
+        queries = inputs.visible_queries()
+        candidate = queries - 1 >= least_queries(inputs.query.shape[2])
+        return cls(mass / queries.clamp_min(1), candidate)
+
+    @property
+    def sinks(self) -> Bool[Tensor, "batch heads keys"]:
+        """The keys that are sinks."""
+        return is_sink(self.mean) & self.candidate
+
+    @property
+    def of_candidates(self) -> Float[Tensor, "batch heads keys"]:
+        """The mean; NaN for keys that too few queries see for a sink."""
+        return self.mean.masked_fill(~self.candidate, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -182,6 +219,30 @@ def last_query(inputs: AttentionInputs, trailing: int = 0) -> tuple[Bool[Tensor,
     logits = inputs.of_queries(slice(last, last + 1)).logits()[:, :, 0]
     visible = logits > MASKED / 2
     return visible, empirical_propagation(logits, visible)
+
+
+def piecewise_softmax(logits: Float[Tensor, "*batch keys"]) -> Float64[Tensor, "*batch keys"]:
+    """Compute S̃(ω)_i = clamp(ω_i/T − mean(ω)/T + 1/T, 0, 1) of the T visible keys (Bao et al. 2024, section 2)."""
+    return _expansion(logits, logits.shape[-1]).clamp(0, 1)
+
+
+def empirical_propagation(
+    logits: Float[Tensor, "*batch keys"], visible: Bool[Tensor, "*batch keys"] | None = None
+) -> Bool[Tensor, "*batch keys"]:
+    """Mark the visible keys that propagate for one query (None: all are): s_i = ω_i/T − mean(ω)/T + 1/T in [0, 1].
+
+    Averaged over contexts, this is the measured ρ_i (Bao et al. 2024, definition 1 and Fig. 7). A NaN logit makes the
+    whole row false.
+    """
+    visible = torch.ones_like(logits, dtype=torch.bool) if visible is None else visible
+    value = _expansion(logits.masked_fill(~visible, 0), visible.sum(-1, keepdim=True))
+    return visible & (value >= 0) & (value <= 1)
+
+
+def _expansion(logits: Tensor, keys: Tensor | int) -> Tensor:
+    """Expand softmax of so many keys to first order at zero logits, along the last dimension; others are 0."""
+    logits = logits.double()
+    return (logits - logits.sum(-1, keepdim=True) / keys + 1) / keys
 
 
 def weights_at(

@@ -23,9 +23,6 @@ try:
 except ImportError:  # builds of torch for a CPU come without Triton
     kernels = None  # type: ignore[assignment]
 
-WIDEST_BYTES = 512
-"""Of a head's vector: wider ones do not fit beside their products in a block's memory (228 KiB of an H100)."""
-
 Result = TypeVar("Result")
 
 _failed: list[str] = []
@@ -38,7 +35,8 @@ def can_do(inputs: AttentionInputs) -> bool:
     same = inputs.query.dtype == inputs.key.dtype == inputs.value.dtype
     width = max(inputs.query.shape[-1], inputs.value.shape[-1])
     usual = inputs.query.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return same and usual and width * inputs.query.element_size() <= WIDEST_BYTES
+    # Wider vectors do not fit beside their products in a block's memory (228 KiB of an H100).
+    return same and usual and width * inputs.query.element_size() <= 512
 
 
 def on_gpu(tensor: Tensor) -> bool:

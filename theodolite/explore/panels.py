@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from theodolite.attention.sinks import SINK_THRESHOLD
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.cutting import contexts_of_one_length
 from theodolite.errors import TheodoliteError, UsageError, WorkError

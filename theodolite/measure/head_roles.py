@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from theodolite.attention.sinks import SINK_THRESHOLD
+from theodolite.attention.summary import SINK_THRESHOLD
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from theodolite.accumulate.sums import State, part_of
-from theodolite.attention.sinks import SINK_THRESHOLD, is_sink
+from theodolite.attention.summary import SINK_THRESHOLD, is_sink
 from theodolite.corpus.cutting import NO_TOKEN
 from theodolite.judging import Criterion
 from theodolite.measure import column, head_roles

@@ -95,10 +95,8 @@ class Call:
         entered = self.entered
 
         def own(value: Tensor) -> Tensor:
-            is_memory = (
-                value.ndim == 3 and value.shape[::2] == entered.shape[::2] and value.is_floating_point()
-            )
-            return entered if is_memory else value
+            alike = value.ndim == 3 and value.shape[::2] == entered.shape[::2]
+            return entered if alike and value.is_floating_point() else value
 
         return self._with_others(own)
 

@@ -60,12 +60,10 @@ class Sweep:
             WorkError: (a pass) there is something between blocks, or they pass on more than hidden states.
         """
         self._number, self._beside = 0, ()
+        alone = partial(self._alone, layer, inside, keep)
         for number, block in enumerate(self._blocks):
-            instead = (
-                partial(self._alone, layer, inside, keep) if number == layer else partial(self._back, number)
-            )
             # As `Module.compile` does: called in place of the module and its hooks.
-            block._compiled_call_impl = instead
+            block._compiled_call_impl = alone if number == layer else partial(self._back, number)
         try:
             yield
         finally:
@@ -91,7 +89,11 @@ class Sweep:
         if layer and hidden is not self._entered:
             raise WorkError("the model computes something between its blocks")
         if number in self.carried:
-            args, kwargs = with_hidden(args, kwargs, self.carried[number].to(hidden.device))
+            carried = self.carried[number].to(hidden.device)
+            if "hidden_states" in kwargs:
+                kwargs = {**kwargs, "hidden_states": carried}
+            else:
+                args = (carried, *args[1:])
         output: Any = None
         with inside():
             output = self._blocks[layer]._call_impl(*args, **kwargs)
@@ -106,10 +108,3 @@ class Sweep:
         if keep:
             self.carried[number] = kept(left, self.carried.get(number), self._folder)
         return output
-
-
-def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Any) -> tuple[Any, Any]:
-    """Put other hidden states into a call of a block."""
-    if "hidden_states" in kwargs:
-        return args, {**kwargs, "hidden_states": hidden}
-    return (hidden, *args[1:]), kwargs

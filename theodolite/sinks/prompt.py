@@ -11,7 +11,7 @@ from torch import Tensor
 
 from theodolite.attention.catches import Catches, attend_and_catch
 from theodolite.attention.inputs import MASKED, AttentionInputs, softmax
-from theodolite.attention.sinks import ReceivedAttention
+from theodolite.attention.summary import ReceivedAttention
 from theodolite.corpus.special_tokens import special_ends
 from theodolite.models import OpenModel
 from theodolite.models.guard import known_state, measures

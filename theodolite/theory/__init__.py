@@ -12,10 +12,10 @@ from theodolite.system.lazy_names import lazy_names
 from theodolite.theory.propagation import propagation as propagation  # at once: the module has its name
 
 if TYPE_CHECKING:
-    from theodolite.attention.piecewise import empirical_propagation as empirical_propagation
-    from theodolite.attention.piecewise import piecewise_softmax as piecewise_softmax
     from theodolite.attention.summary import AttentionSummary as AttentionSummary
     from theodolite.attention.summary import attention_summary as attention_summary
+    from theodolite.attention.summary import empirical_propagation as empirical_propagation
+    from theodolite.attention.summary import piecewise_softmax as piecewise_softmax
     from theodolite.theory.decomposition import Decomposition as Decomposition
     from theodolite.theory.decomposition import decompose as decompose
     from theodolite.theory.entropy import entropy_lower_bound as entropy_lower_bound

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from theodolite.attention.sinks import SINK_THRESHOLD
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.estimates import Estimate, Floats
 from theodolite.judging import FAILS, HOLDS, Verdict, unless_explained, untestable
 from theodolite.models.texts import prompt_or_shipped, token_texts

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from theodolite import Run, trace_sinks
-from theodolite.attention.sinks import SINK_THRESHOLD
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.estimates import SIGMAS, Estimate, most_extreme, sigmas
 from theodolite.report.sink_trace import show_trace
 from theodolite.system.wording import counted, number, with_error

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from theodolite import theory
-from theodolite.attention.piecewise import empirical_propagation
+from theodolite.attention.summary import empirical_propagation
 from theodolite.estimates import Estimate, Floats
 from theodolite.judging import Verdict, mix_of
 from theodolite.report import style

@@ -33,14 +33,13 @@ class OpenTap:
     tap: Tap
 
 
-Intervened = tuple[frozenset[nn.Module], nn.Module, Intervention]
-"""The modules of a model, the attention module among them, and what intervenes in it."""
-
 open_taps: ContextVar[tuple[OpenTap, ...]] = ContextVar("theodolite_taps", default=())
 _suspended: ContextVar[bool] = ContextVar("theodolite_suspended", default=False)
 
-open_interventions: list[Intervened] = []
-"""Of the process and not of a context: they hold whoever calls the model (`generate` with a streamer has a thread)."""
+open_interventions: list[tuple[frozenset[nn.Module], nn.Module, Intervention]] = []
+"""The modules of a model, the attention module among them, and what intervenes in it.
+
+Of the process and not of a context: they hold whoever calls the model (`generate` with a streamer has a thread)."""
 
 
 @contextmanager
@@ -78,10 +77,8 @@ def _as_autocast(inputs: AttentionInputs) -> AttentionInputs:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return inputs
     dtype = torch.get_autocast_dtype(device)
-    query, key, value = (
-        tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-        for tensor in (inputs.query, inputs.key, inputs.value)
-    )
+    given = inputs.query, inputs.key, inputs.value
+    query, key, value = (of if of.dtype == torch.float64 else of.to(dtype) for of in given)
     return replace(inputs, query=query, key=key, value=value)
 
 

@@ -44,12 +44,9 @@ class Logits:
 
     def times(self, factor: float) -> Logits:
         """Multiply all of it by a number."""
-        return replace(
-            self,
-            scaling=self.scaling * factor,
-            softcap=None if self.softcap is None else self.softcap * factor,
-            bias=None if self.bias is None else self.bias * factor,
-        )
+        softcap = None if self.softcap is None else self.softcap * factor
+        bias = None if self.bias is None else self.bias * factor
+        return replace(self, scaling=self.scaling * factor, softcap=softcap, bias=bias)
 
     def plus(self, bias: Tensor) -> Logits:
         """Add a bias; the keys that it hides become a mask."""

@@ -190,16 +190,12 @@ class _Interception(TorchFunctionMode):
             else:
                 mask = _of_four(mask.expand(*lead, *sizes), contexts)
         query, key, value = (_of_four(tensor, contexts) for tensor in (query, key, value))
-        boolean = mask is not None and mask.dtype == torch.bool
-        inputs = AttentionInputs(
-            query=query,
-            key=key,
-            value=value,
-            scaling=query.shape[-1] ** -0.5 if scale is None else float(scale),
-            causal=is_causal and query.shape[2] > 1,
-            mask=mask if boolean else None,
-            bias=None if boolean else mask,
-        )
+        bias: Tensor | None = None
+        if mask is not None and mask.dtype != torch.bool:
+            mask, bias = None, mask
+        scaling = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        causal = is_causal and query.shape[2] > 1
+        inputs = AttentionInputs(query, key, value, scaling, causal, mask, bias=bias)
         output = answered(self.owner, inputs).transpose(1, 2)
         return output.reshape(*lead, *output.shape[-2:])
 

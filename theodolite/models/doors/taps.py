@@ -8,13 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
-from theodolite.models.doors.answers import (
-    Intervention,
-    OpenTap,
-    Tap,
-    open_interventions,
-    open_taps,
-)
+from theodolite.models.doors.answers import Intervention, OpenTap, Tap, open_interventions, open_taps
 from theodolite.models.doors.pytorch import functions_door
 from theodolite.models.doors.transformers import interface_door, on_interface
 from theodolite.models.training.shards import of_all_heads

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from theodolite.attention.sinks import SINK_THRESHOLD
+from theodolite.attention.summary import SINK_THRESHOLD
 from theodolite.errors import UsageError
 from theodolite.measure.column import Column, declared
 from theodolite.measure.head_roles import COMMON_ROLES, ROLES
