@@ -24,6 +24,7 @@ from theodolite.models.opened import OpenModel
 from theodolite.models.source import Inputs
 from theodolite.models.structure import Turns, first_tensor, removed_on_leaving
 from theodolite.models.weights import norms
+from theodolite.models.weights.norms import FunctionNorm
 from theodolite.theory.decomposition import PARTS, Decomposition, DecompositionByGroups
 
 
@@ -95,7 +96,7 @@ def visit_layers(
         if module in around and args and args[0] is entering and isinstance(output, Tensor):
             made_of_it.append((module, output))
 
-    def leave_function(norm: norms.FunctionNorm, x: Tensor, output: Tensor) -> Tensor:
+    def leave_function(norm: FunctionNorm, x: Tensor, output: Tensor) -> Tensor:
         if x is entering and not visiting:
             made_of_it.append((norm, output))
         return output
@@ -111,9 +112,7 @@ def visit_layers(
         call = Call(args, kwargs, structure.attention_layout).without_cache()
         stream = structure.layout.ordered(entering)
         # The very tensor first: another norm of the block may give equal numbers. A function may be a module's own.
-        made_of_it.sort(
-            key=lambda pair: (pair[1] is not call.entered, isinstance(pair[0], norms.FunctionNorm))
-        )
+        made_of_it.sort(key=lambda pair: (pair[1] is not call.entered, isinstance(pair[0], FunctionNorm)))
         found = (norm for norm, output in made_of_it if _equal(output, call.entered))
         norm = None if _equal(call.hidden, stream) else next(found, None)
         visiting = True

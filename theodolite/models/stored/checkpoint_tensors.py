@@ -177,9 +177,7 @@ class _OneRow(TorchFunctionMode):
 class StreamedBlocks:
     """The blocks of a skeleton, which have their tensors while they are `present`.
 
-    Attributes:
-        readings: how often each block was read.
-        unswept: why passes cannot go through the blocks together (`Sweep`); None where they can.
+    `readings` says how often each was read, `unswept` why passes cannot go through them together (`Sweep`), if so.
     """
 
     def __init__(self, tensors: Any, structure: Structure, device: torch.device) -> None:

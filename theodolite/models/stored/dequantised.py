@@ -62,9 +62,8 @@ def is_quantised(module: nn.Module) -> bool:
     weights = {key for key in tensors if key in module._parameters or "weight" in key} - scales
     matrices = {key for key in weights if tensors[key].ndim > 1}
     no_packing = (*FLOATS.values(), torch.bool, torch.int64)  # of weights, masks and indices
-    if any(has_own_class(tensors[key]) for key in weights):
-        return True
-    if any(tensors[key].dtype not in no_packing for key in matrices):
+    has_own_classes = any(has_own_class(tensors[key]) for key in weights)
+    if has_own_classes or any(tensors[key].dtype not in no_packing for key in matrices):
         return True
     is_linear = isinstance(getattr(module, "in_features", None), int)
     return is_linear and bool(scales) and any("weight" in key for key in matrices)

@@ -96,8 +96,7 @@ def packed(
 ) -> tuple[Float[Tensor, " nonzeros"], UInt8[Tensor, " bytes"]]:
     """Pack the entries that are not zero, and the bits that say where they are."""
     nonzero = matrix != 0
-    bits = np.packbits(nonzero.flatten().cpu().numpy())
-    return matrix[nonzero].cpu(), torch.from_numpy(bits)
+    return matrix[nonzero].cpu(), torch.from_numpy(np.packbits(nonzero.flatten().cpu().numpy()))
 
 
 def unpacked(

@@ -247,12 +247,11 @@ def gguf_config(path: Path) -> Any:
             pattern = [bool((layer + 1) % pattern) for layer in range(layers)]
         settings["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
     settings["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
-    return AutoConfig.for_model(**settings | _rotary(file, metadata, settings, default))
+    return AutoConfig.for_model(**settings | _rotary(file, settings, default))
 
 
-def _rotary(
-    file: GgufFile, metadata: dict[str, Any], settings: dict[str, Any], default: Any
-) -> dict[str, Any]:
+def _rotary(file: GgufFile, settings: dict[str, Any], default: Any) -> dict[str, Any]:
+    metadata = file.own()
     rotary: dict[str, Any] = {"rope_theta": metadata.get("rope.freq_base", 1e4)}
     if "rope.freq_base_swa" in metadata:
         rotary["rope_local_base_freq"] = metadata["rope.freq_base_swa"]

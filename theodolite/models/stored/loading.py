@@ -261,8 +261,7 @@ def gguf_tensors(path: Path, architecture: Any, config: Any, dtype: Any) -> Any:
 
 def dtype_named(dtype: str | torch.dtype, auto: torch.dtype) -> torch.dtype:
     """Return the dtype of a name, with or without `torch.` before it; of "auto" the other one."""
-    named: torch.dtype = auto if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
-    return named
+    return auto if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."))
 
 
 def refuse_left_over(source: str | Path, model: nn.Module, unexpected: list[str]) -> None:

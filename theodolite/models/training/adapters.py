@@ -52,8 +52,7 @@ def with_adapter_merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel
 
     with warnings.catch_warnings(action="ignore"):  # of what PEFT asks of transformers
         adapted: Any = PeftModel.from_pretrained(model, folder)
-    for module in filter(is_adapter, list(adapted.modules())):
-        layer: Any = module
+    for layer in [module for module in adapted.modules() if is_adapter(module)]:
         dtype = layer.base_layer.weight.dtype
         layer.double().merge()
         layer.to(dtype)

@@ -93,9 +93,8 @@ def _parallel_group(model: nn.Module) -> Any:
 def _own_parameters(module: nn.Module) -> list[DTensor]:
     """List the DTensors of a module, without those of modules inside that FSDP2 gathers apart."""
     own = [p for p in module.parameters(recurse=False) if is_dtensor(p)]
-    return own + [
-        p for child in module.children() if not isinstance(child, FSDPModule) for p in _own_parameters(child)
-    ]
+    inside = (child for child in module.children() if not isinstance(child, FSDPModule))
+    return own + [p for child in inside for p in _own_parameters(child)]
 
 
 def _split(parameters: Iterable[Tensor]) -> Any:
@@ -139,11 +138,8 @@ def of_own_heads(tensor: Tensor, module: nn.Module) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     mesh, ranks_of, group = tensor.device_mesh, distributed.get_process_group_ranks, head_group(module)
-    over_heads = {
-        dim
-        for dim in range(mesh.ndim)
-        if group is not None and ranks_of(mesh.get_group(dim)) == ranks_of(group)
-    }
+    dimensions = range(mesh.ndim if group is not None else 0)
+    over_heads = {dim for dim in dimensions if ranks_of(mesh.get_group(dim)) == ranks_of(group)}
     placements = [p if dim in over_heads else Replicate() for dim, p in enumerate(tensor.placements)]
     # Keys that all heads share have their gradient from all of them.
     of_gradient = [
@@ -233,13 +229,10 @@ def joined_heads(tensor: Tensor, group: Any, dimension: int = -1) -> Tensor:
 
 
 def _joined(inputs: AttentionInputs, group: Any) -> AttentionInputs:
-    joined: dict[str, Any] = {
-        name: joined_heads(getattr(inputs, name), group, 1) for name in ("query", "key", "value")
-    }
-    for name in ("mask", "bias"):
-        tensor = getattr(inputs, name)
-        if tensor is not None and tensor.shape[1] == inputs.query.shape[1]:
-            joined[name] = joined_heads(tensor, group, 1)
+    heads, names = inputs.query.shape[1], ["query", "key", "value"]
+    of_pairs = [name for name in ("mask", "bias") if getattr(inputs, name) is not None]
+    names += [name for name in of_pairs if getattr(inputs, name).shape[1] == heads]
+    joined: dict[str, Any] = {name: joined_heads(getattr(inputs, name), group, 1) for name in names}
     sink = None if inputs.sink is None else joined_heads(inputs.sink, group, 0)
     return replace(inputs, **joined, sink=sink)
 

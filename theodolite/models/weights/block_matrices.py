@@ -136,12 +136,9 @@ def left_dense(model: OpenModel, matrices: Sequence[Matrix]) -> dict[str, int]:
     pruned = {matrix.parameter for matrix in matrices}
     inside = {id(parameter) for block in model.structure.blocks for parameter in block.parameters()}
     return {
-        name: parameter.numel()
-        for name, parameter in model.root.named_parameters()
-        if id(parameter) in inside
-        and parameter.ndim >= 2
-        and name not in pruned
-        and not name.endswith("bias")
+        name: weight.numel()
+        for name, weight in model.root.named_parameters()
+        if id(weight) in inside and weight.ndim >= 2 and name not in pruned and not name.endswith("bias")
     }
 
 

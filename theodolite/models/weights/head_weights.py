@@ -37,9 +37,6 @@ from theodolite.models.structure import Run, Structure, first_output, removed_on
 from theodolite.models.weights.norms import Norms
 from theodolite.models.weights.weight_map import WeightMap, WeightMaps, read_mapped
 
-ROWS = 1024
-"""Rows of the identity sent at once: bounds memory to ROWS × 3 widths."""
-
 EXACT, BEFORE_NORM, NO_MATRIX = "projection", "projection before norm", "none"
 """What the weights of a layer's queries and keys are: factors of a matrix that gives its logits; of one before a norm,
 which does not; or nothing, where queries and keys are no affine function of the layer's input."""
@@ -156,11 +153,8 @@ def _affine_weights(module: nn.Module, call: Call, projection: str) -> HeadWeigh
         [side.unflatten(1, shape) for side, shape in zip(sides, shapes, strict=True)]
         for sides in (part.split([shape.numel() for shape in shapes], dim=1) for part in found)
     )
-    if any(
-        w.abs().max() <= AFFINE_TOLERANCE * b.abs().max()
-        for w, b in zip(weights, biases, strict=True)
-        if b.any()
-    ):
+    both = zip(weights, biases, strict=True)
+    if any(w.abs().max() <= AFFINE_TOLERANCE * b.abs().max() for w, b in both if b.any()):
         # Weights that are zero, or what is made of another tensor: of a memory, say.
         others = _sides(sent(nothing, 1, call.with_others_changed()))
         if not all(map(torch.equal, others, biases)):
@@ -260,7 +254,8 @@ def _affine_part(
 ) -> tuple[Float64[Tensor, "features out"], Float64[Tensor, "1 out"]] | None:
     """Find W and c(0) where `send(o, x)` is o W + c(x) for all o and x; None where it is not."""
     constant = send(torch.zeros(1, features), torch.zeros(1, width))
-    chunks = torch.eye(features, dtype=torch.float64).split(max(1, ROWS // positions))
+    # So many rows of the identity at once bound memory to 1024 × 3 widths.
+    chunks = torch.eye(features, dtype=torch.float64).split(max(1, 1024 // positions))
     weights = torch.cat([send(rows, torch.zeros(len(rows), width)) - constant for rows in chunks])
     outputs, hidden = _random(2, features), _random(2, width)
     # The same outputs over other hidden states: a gate that reads them would show.

@@ -44,10 +44,8 @@ def norms_inside(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_repeated(output: Tensor, values: Tensor) -> bool:
-    repeated = output.flatten().repeat(len(values) // output.numel())
-    return len(repeated) == len(values) and torch.allclose(
-        _sorted_values(repeated), values, rtol=0, atol=1e-4
-    )
+    repeated = _sorted_values(output.flatten().repeat(len(values) // output.numel()))
+    return len(repeated) == len(values) and torch.allclose(repeated, values, rtol=0, atol=1e-4)
 
 
 def _sorted_values(tensor: Tensor) -> Tensor:

@@ -405,10 +405,9 @@ def _logit_rows(maps: WeightMaps, structure: Structure, layer: int, call: Call) 
         copied = MarkedCopy(attention, call)
         copied.fill()
         inputs = copied.send()
-        changes = (
-            "caps its logits" if inputs.softcap is not None else "adds a bias (ALiBi, say) to its logits"
-        )
-        if inputs.softcap is not None or inputs.bias is not None:
+        capped = inputs.softcap is not None
+        if capped or inputs.bias is not None:
+            changes = "caps its logits" if capped else "adds a bias (ALiBi, say) to its logits"
             raise UsageError(
                 f"layer {layer}: {structure.names[layer]} {changes}: QK-Clip is not defined for it"
             )
@@ -576,9 +575,8 @@ class MarkedCopy:
             marked = [self._times(parameter, FIRST + numbers // power % DIGITS) for power in powers]
             for side in range(3):
                 digits = [_digit(answer[side] - zeros[side], made[side]) for answer in marked]
-                terms = [
-                    power * digit for power, digit in zip(powers, digits, strict=True) if digit is not None
-                ]
+                by_power = zip(powers, digits, strict=True)
+                terms = [power * digit for power, digit in by_power if digit is not None]
                 rows = torch.where((made[side] != 0)[0], sum(terms), -1)
                 if len(terms) == len(powers) and int(rows.max()) < numbers.numel():
                     yield side, self._of_kind(name, input_dim, rows, parameter.data.cpu(), made[side])
