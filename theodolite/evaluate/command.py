@@ -22,15 +22,9 @@ from rich.table import Table
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
+from theodolite.evaluate import perplexity
 from theodolite.evaluate.few_shot import MOST_SHOTS, NAME, by_task, few_shot_scores, prompts_for
 from theodolite.evaluate.harness import BATCH, check_asked, harness, task_manager
-from theodolite.evaluate.perplexity import (
-    check_predicts,
-    loss_rows,
-    perplexity_in,
-    perplexity_scores,
-    window_length,
-)
 from theodolite.evaluate.scores import Evaluation, Score
 from theodolite.jobs.job import Steps
 from theodolite.jobs.unfinished import Notes, Tensors
@@ -80,11 +74,11 @@ class Questions:
 
     def check_model(self, model: OpenModel, corpus: Corpus | None) -> None:
         """Raise `UsageError` where a model cannot be asked; it does not run."""
-        check_predicts(model)
+        perplexity.check_predicts(model)
         if self.asks_lm_eval:
             check_asked(model, BATCH if self.batch is None else self.batch, self.limit, self.chat_template)
         if corpus is not None:
-            loss_rows(model, corpus, **_windows(model, self)[0], batch=self.batch)
+            perplexity.loss_rows(model, corpus, **_windows(model, self)[0], batch=self.batch)
         if NAME in self.tasks:
             prompts_for(model, self.prompts, self.seed, max(self.shots)).asked_of(model, self.batch)
 
@@ -107,8 +101,10 @@ def evaluate(
             scores += evaluation.scores(
                 {**of_model, "corpus": corpus.sha256, **windows},
                 "predicting",
-                lambda: loss_rows(model, corpus, **windows, batch=batch),
-                lambda *rows: perplexity_scores(model.id, corpus, perplexity_in(*rows), said),
+                lambda: perplexity.loss_rows(model, corpus, **windows, batch=batch),
+                lambda *rows: perplexity.perplexity_scores(
+                    model.id, corpus, perplexity.perplexity_in(*rows), said
+                ),
                 show,
             )
     if NAME in questions.tasks:
@@ -141,7 +137,8 @@ def _windows(model: OpenModel, questions: Questions) -> tuple[dict[str, Any], st
     """Return the arguments of `loss_rows` for a text's windows, and how the text is read in words; contexts: none."""
     if questions.stride is None:
         return {"stride": None, "length": None}, ""
-    windows: dict[str, Any] = {"stride": questions.stride, "length": window_length(model, questions.length)}
+    length = perplexity.window_length(model, questions.length)
+    windows: dict[str, Any] = {"stride": questions.stride, "length": length}
     said = ", windows of {length:,} tokens by {stride:,}".format(**windows)
     tokenizer: Any = model.tokenizer
     if begin := tokenizer and frame_of(tokenizer).before:

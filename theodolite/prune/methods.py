@@ -18,9 +18,7 @@ from theodolite.errors import UsageError
 from theodolite.prune.options import DAMPING, check_sparsity
 from theodolite.theory.checks import check_finite
 
-INPUTS_AT_ONCE = (
-    128  # a block of SparseGPT, within which entries are selected jointly, as in the released code
-)
+INPUTS_AT_ONCE = 128  # a block of SparseGPT, whose entries are selected jointly, as in the released code
 SUBBLOCK = 16  # inputs per matrix product within a block, where no pattern sets it
 _FACTORED_AT_ONCE = 512  # inputs a step of the factorisation of a Hessian
 _STRIP = 2048  # columns of what is left that are updated together
@@ -75,9 +73,8 @@ def wanda(
     # Divided by a power of two near the largest: exact, and in the range of float32; 2^1023 is the largest.
     norms = norms * 2.0 ** min(-int(torch.frexp(norms.max()).exponent), 1000)
     scores = weight.abs().to(precision) * norms.to(precision)
-    mask = (
-        n_of_m.largest(scores) if n_of_m else largest(scores, scores.shape[1] - int(share * scores.shape[1]))
-    )
+    kept = scores.shape[1] - int(share * scores.shape[1])
+    mask = n_of_m.largest(scores) if n_of_m else largest(scores, kept)
     return torch.where(mask, weight, 0)
 
 

@@ -28,10 +28,7 @@ Row = dict[str, Any]
 
 
 class Record:
-    """The tables of all looks, and the losses in between, as lines of JSON in a folder; a NaN is `null`.
-
-    `finished`: the page says that the run has ended, or is not written any more.
-    """
+    """The tables of all looks, and the losses in between, as lines of JSON in a folder; a NaN is `null`."""
 
     def __init__(self, folder: Path, layers: int, places: Sequence[tuple[int, int]]) -> None:
         self.folder = folder
@@ -42,7 +39,7 @@ class Record:
         self.steps: list[int] = []
         self.alarms: list[Alarm] = []
         self.losses: dict[int, float] = {}
-        self.finished = False
+        self.finished = False  # the page says that the run has ended, or is not written any more
         self._drawn: dict[str, list[NDArray[np.float32]]] = {name: [] for name in DRAWN}
 
     def column(self, name: str) -> NDArray[np.float64] | None:
