@@ -184,32 +184,30 @@ def lm_eval_version() -> str | None:
 
 def tables(scores: pd.DataFrame) -> list[Table]:
     """Tabulate each task and metric for the terminal, with a row for each number of shots and model."""
-    apart = scores.groupby(["task", "metric"], sort=False)
-    return [_table(str(task), metric, rows) for (task, metric), rows in apart]
-
-
-def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
-    last_parts = {model: model_name(model) for model in rows["model"].unique()}
-    several = Counter(last_parts.values())  # models may share the last part of their path
-    compared = bool(rows["difference"].notna().any())
-    caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
-    if rows["chat_template"].any():
-        caption += "; in conversations, by each model's chat template"
-    if rows["system"].any():
-        caption += f"; system: {escape(visible(rows['system'].max(), 60))}"
-    title = escape(visible(f"{task}: {metric}"))
-    shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("shots", justify="right")
-    shown.add_column("model", overflow="fold")
-    for name in ("value", "difference") if compared else ("value",):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for shots, block in rows.groupby("shots", sort=False):
-        for place, row in enumerate(block.itertuples()):
-            name = last_parts[row.model] if several[last_parts[row.model]] == 1 else row.model
-            values = [with_error(row.value, row.value_se)]
-            if compared and math.isfinite(row.difference):
-                values.append(with_error(row.difference, row.difference_se))
-            shown.add_row("" if place else str(shots), escape(visible(name)), *values)
-        if len(last_parts) > 1:
-            shown.add_section()
-    return shown
+    made = []
+    for (task, metric), rows in scores.groupby(["task", "metric"], sort=False):
+        last_parts = {model: model_name(model) for model in rows["model"].unique()}
+        several = Counter(last_parts.values())  # models may share the last part of their path
+        compared = bool(rows["difference"].notna().any())
+        caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
+        if rows["chat_template"].any():
+            caption += "; in conversations, by each model's chat template"
+        if rows["system"].any():
+            caption += f"; system: {escape(visible(rows['system'].max(), 60))}"
+        title = escape(visible(f"{task}: {metric}"))
+        shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        shown.add_column("shots", justify="right")
+        shown.add_column("model", overflow="fold")
+        for name in ("value", "difference") if compared else ("value",):
+            shown.add_column(name, justify="right", no_wrap=True)
+        for shots, block in rows.groupby("shots", sort=False):
+            for place, row in enumerate(block.itertuples()):
+                name = last_parts[row.model] if several[last_parts[row.model]] == 1 else row.model
+                values = [with_error(row.value, row.value_se)]
+                if compared and math.isfinite(row.difference):
+                    values.append(with_error(row.difference, row.difference_se))
+                shown.add_row("" if place else str(shots), escape(visible(name)), *values)
+            if len(last_parts) > 1:
+                shown.add_section()
+        made.append(shown)
+    return made

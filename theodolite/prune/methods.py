@@ -48,10 +48,8 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: str | None
     weight = checked_weight(weight)
     share, n_of_m = share_removed(sparsity, pattern, weight.shape[1])
     scores = weight.abs().to(precision_of(weight))
-    if n_of_m:
-        mask = n_of_m.largest(scores)
-    else:
-        mask = largest(scores.reshape(1, -1), weight.numel() - int(share * weight.numel())).view(weight.shape)
+    kept = weight.numel() - int(share * weight.numel())
+    mask = n_of_m.largest(scores) if n_of_m else largest(scores.reshape(1, -1), kept).view(weight.shape)
     return torch.where(mask, weight, 0)
 
 

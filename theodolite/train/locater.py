@@ -110,8 +110,6 @@ def _add_product(into: Tensor, w: Tensor, gram: Tensor) -> None:
 class _FrobeniusSquared(torch.autograd.Function):
     """‖W_q W_kᵀ‖_F² of w_q (..., G, n, d, d_h) and w_k (..., G, 1, d, d_h), and the two Gram matrices."""
 
-    # Its gradients 2 W_q (W_kᵀ W_k) and 2 W_k (W_qᵀ W_q) take one product each, those of the Gram matrices two.
-
     @staticmethod
     def forward(w_q: Tensor, w_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gram_q, gram_k = w_q.mT @ w_q, w_k.mT @ w_k
@@ -125,6 +123,7 @@ class _FrobeniusSquared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        # 2 W_q (W_kᵀ W_k) and 2 W_k (W_qᵀ W_q) take one product each, gradients of the Gram matrices two.
         w_q, w_k, gram_q, gram_k = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted: the Gram matrices depend on the weights
             gram_q, gram_k = w_q.mT @ w_q, w_k.mT @ w_k

@@ -48,10 +48,7 @@ class Record:
         return values if np.isfinite(values).any() else None
 
     def begin(self, step: int) -> tuple[list[Geometry], str]:
-        """Drop what was recorded after `step` (all of it, at step 0); returns the looks that are kept, and a message.
-
-        What is no complete look of this model is dropped; where nothing is kept, the old files are moved aside first.
-        """
+        """Drop what was recorded after `step` (all of it, at step 0); returns the looks that are kept and a message."""
         message = ""
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -61,6 +58,7 @@ class Record:
                 for row in rows[name]:
                     if row["step"] <= step:
                         looks.setdefault(row["step"], {of: [] for of in NEEDED})[name].append(row)
+            # What is no complete look of this model is dropped, too.
             whole = {at for at, look in looks.items() if step and self._is_whole(look)}
             if not whole and any(rows.values()):
                 message = f"{self.folder} held an earlier record: moved to heads.{self._move_aside()}.jsonl and so on"
