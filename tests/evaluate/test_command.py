@@ -234,7 +234,7 @@ NOTHING = "nothing has such an option: leave out "
     ],
 )
 def test_what_cannot_be_asked_is_one_line_before_anything_is_read(checkpoint, text, monkeypatch, words, says):
-    monkeypatch.setattr("theodolite.evaluate.command.loss_rows", None)
+    monkeypatch.setattr("theodolite.evaluate.perplexity.loss_rows", None)
     given = [{"TEXT": text, "FOLDER": text.parent}.get(word, word) for word in words.split()]
     status, _, stderr = call(checkpoint("gpt2"), *given)
     assert status == 2, stderr

@@ -22,15 +22,9 @@ from rich.table import Table
 from theodolite.corpus.corpus import Corpus
 from theodolite.corpus.special_tokens import frame_of
 from theodolite.errors import UsageError
+from theodolite.evaluate import perplexity
 from theodolite.evaluate.few_shot import MOST_SHOTS, NAME, by_task, few_shot_scores, prompts_for
 from theodolite.evaluate.harness import BATCH, check_asked, harness, task_manager
-from theodolite.evaluate.perplexity import (
-    check_predicts,
-    loss_rows,
-    perplexity_in,
-    perplexity_scores,
-    window_length,
-)
 from theodolite.evaluate.scores import Evaluation, Score
 from theodolite.jobs.job import Notes, Steps, Tensors
 from theodolite.models import OpenModel
@@ -79,11 +73,11 @@ class Questions:
 
     def check_model(self, model: OpenModel, corpus: Corpus | None) -> None:
         """Raise `UsageError` where a model cannot be asked; it does not run."""
-        check_predicts(model)
+        perplexity.check_predicts(model)
         if self.asks_lm_eval:
             check_asked(model, BATCH if self.batch is None else self.batch, self.limit, self.chat_template)
         if corpus is not None:
-            loss_rows(model, corpus, **_windows(model, self)[0], batch=self.batch)
+            perplexity.loss_rows(model, corpus, **_windows(model, self)[0], batch=self.batch)
         if NAME in self.tasks:
             prompts_for(model, self.prompts, self.seed, max(self.shots)).asked_of(model, self.batch)
 
@@ -106,8 +100,10 @@ def evaluate(
             scores += evaluation.scores(
                 {**of_model, "corpus": corpus.sha256, **windows},
                 "predicting",
-                lambda: loss_rows(model, corpus, **windows, batch=batch),
-                lambda *rows: perplexity_scores(model.id, corpus, perplexity_in(*rows), said),
+                lambda: perplexity.loss_rows(model, corpus, **windows, batch=batch),
+                lambda *rows: perplexity.perplexity_scores(
+                    model.id, corpus, perplexity.perplexity_in(*rows), said
+                ),
                 show,
             )
     if NAME in questions.tasks:
@@ -140,7 +136,8 @@ def _windows(model: OpenModel, questions: Questions) -> tuple[dict[str, Any], st
     """Return the arguments of `loss_rows` for a text's windows, and how the text is read in words; contexts: none."""
     if questions.stride is None:
         return {"stride": None, "length": None}, ""
-    windows: dict[str, Any] = {"stride": questions.stride, "length": window_length(model, questions.length)}
+    length = perplexity.window_length(model, questions.length)
+    windows: dict[str, Any] = {"stride": questions.stride, "length": length}
     said = ", windows of {length:,} tokens by {stride:,}".format(**windows)
     tokenizer: Any = model.tokenizer
     if begin := tokenizer and frame_of(tokenizer).before:
@@ -186,32 +183,30 @@ def lm_eval_version() -> str | None:
 
 def tables(scores: pd.DataFrame) -> list[Table]:
     """Tabulate each task and metric for the terminal, with a row for each number of shots and model."""
-    apart = scores.groupby(["task", "metric"], sort=False)
-    return [_table(str(task), metric, rows) for (task, metric), rows in apart]
-
-
-def _table(task: str, metric: str, rows: pd.DataFrame) -> Table:
-    last_parts = {model: model_name(model) for model in rows["model"].unique()}
-    several = Counter(last_parts.values())  # models may share the last part of their path
-    compared = bool(rows["difference"].notna().any())
-    caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
-    if rows["chat_template"].any():
-        caption += "; in conversations, by each model's chat template"
-    if rows["system"].any():
-        caption += f"; system: {escape(visible(rows['system'].max(), 60))}"
-    title = escape(visible(f"{task}: {metric}"))
-    shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("shots", justify="right")
-    shown.add_column("model", overflow="fold")
-    for name in ("value", "difference") if compared else ("value",):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for shots, block in rows.groupby("shots", sort=False):
-        for place, row in enumerate(block.itertuples()):
-            name = last_parts[row.model] if several[last_parts[row.model]] == 1 else row.model
-            values = [with_error(row.value, row.value_se)]
-            if compared and math.isfinite(row.difference):
-                values.append(with_error(row.difference, row.difference_se))
-            shown.add_row("" if place else str(shots), escape(visible(name)), *values)
-        if len(last_parts) > 1:
-            shown.add_section()
-    return shown
+    made = []
+    for (task, metric), rows in scores.groupby(["task", "metric"], sort=False):
+        last_parts = {model: model_name(model) for model in rows["model"].unique()}
+        several = Counter(last_parts.values())  # models may share the last part of their path
+        compared = bool(rows["difference"].notna().any())
+        caption = "± one standard error" + ("; difference: to the first model, paired" if compared else "")
+        if rows["chat_template"].any():
+            caption += "; in conversations, by each model's chat template"
+        if rows["system"].any():
+            caption += f"; system: {escape(visible(rows['system'].max(), 60))}"
+        title = escape(visible(f"{task}: {metric}"))
+        shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        shown.add_column("shots", justify="right")
+        shown.add_column("model", overflow="fold")
+        for name in ("value", "difference") if compared else ("value",):
+            shown.add_column(name, justify="right", no_wrap=True)
+        for shots, block in rows.groupby("shots", sort=False):
+            for place, row in enumerate(block.itertuples()):
+                name = last_parts[row.model] if several[last_parts[row.model]] == 1 else row.model
+                values = [with_error(row.value, row.value_se)]
+                if compared and math.isfinite(row.difference):
+                    values.append(with_error(row.difference, row.difference_se))
+                shown.add_row("" if place else str(shots), escape(visible(name)), *values)
+            if len(last_parts) > 1:
+                shown.add_section()
+        made.append(shown)
+    return made

@@ -52,9 +52,7 @@ class FewShotPrompts:
 
     tasks: tuple[str, ...]  # of each prompt
     ids: Int[Tensor, "prompts positions"]  # with 0 behind the shorter prompts
-    answers: Int[
-        Tensor, "prompts lines 2"
-    ]  # places of the first token of each line's answer, and behind its last
+    answers: Int[Tensor, "prompts lines 2"]  # places of the first token of each answer, and behind its last
 
     @classmethod
     def draw(

@@ -104,9 +104,8 @@ class Evaluation:
 
 
 def score_as_json(score: Score) -> dict[str, Any]:
-    """Convert a score to plain values; NaN and infinities become null."""
-    plain = vars(score) | {"each": None if score.each is None else score.each.tolist()}
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
+    """Convert a score to what JSON can hold, where NaN and infinities become null."""
+    return vars(score) | {"each": None if score.each is None else score.each.tolist()}
 
 
 def score_of_json(row: dict[str, Any]) -> Score:

@@ -283,10 +283,7 @@ def _in_adapter(matrix: PrunedMatrix) -> bool:
 
 
 def _write_adapter(folder: Path, model: OpenModel, blocks: Iterable[list[PrunedMatrix]], base: Path) -> None:
-    """Write the low-rank parts as PEFT's `PeftModel.from_pretrained(model, folder)` reads them; `base` has the sparse.
-
-    Of a module that W_Q, W_K and W_V share, B holds the left factors side by side, each in the rows of its own outputs.
-    """
+    """Write the low-rank parts as `PeftModel.from_pretrained(model, folder)` reads them; `base` has the sparse."""
     from peft import LoraConfig
     from peft.utils import TaskType
 
@@ -301,6 +298,7 @@ def _write_adapter(folder: Path, model: OpenModel, blocks: Iterable[list[PrunedM
             transposed |= parts[0].dimension == 1
             weight: Any = model.hf.get_submodule(name).weight
             a = torch.cat([part.right.cpu() for part in parts if part.right is not None])
+            # Of W_Q, W_K and W_V in one module: the left factors side by side, each in the rows of its own outputs.
             b = torch.zeros(weight.shape[parts[0].dimension], len(a), dtype=a.dtype)
             columns = b.split([part.left.shape[1] for part in parts if part.left is not None], dim=1)
             for part, column in zip(parts, columns, strict=True):

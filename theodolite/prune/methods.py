@@ -18,9 +18,7 @@ from theodolite.errors import UsageError
 from theodolite.prune.options import DAMPING, check_sparsity
 from theodolite.theory.checks import check_finite
 
-INPUTS_AT_ONCE = (
-    128  # a block of SparseGPT, within which entries are selected jointly, as in the released code
-)
+INPUTS_AT_ONCE = 128  # a block of SparseGPT, whose entries are selected jointly, as in the released code
 SUBBLOCK = 16  # inputs per matrix product within a block, where no pattern sets it
 _FACTORED_AT_ONCE = 512  # inputs a step of the factorisation of a Hessian
 _STRIP = 2048  # columns of what is left that are updated together
@@ -50,10 +48,8 @@ def magnitude(weight: Tensor, sparsity: float | None = None, pattern: str | None
     weight = checked_weight(weight)
     share, n_of_m = share_removed(sparsity, pattern, weight.shape[1])
     scores = weight.abs().to(precision_of(weight))
-    if n_of_m:
-        mask = n_of_m.largest(scores)
-    else:
-        mask = largest(scores.reshape(1, -1), weight.numel() - int(share * weight.numel())).view(weight.shape)
+    kept = weight.numel() - int(share * weight.numel())
+    mask = n_of_m.largest(scores) if n_of_m else largest(scores.reshape(1, -1), kept).view(weight.shape)
     return torch.where(mask, weight, 0)
 
 
@@ -75,9 +71,8 @@ def wanda(
     # Divided by a power of two near the largest: exact, and in the range of float32; 2^1023 is the largest.
     norms = norms * 2.0 ** min(-int(torch.frexp(norms.max()).exponent), 1000)
     scores = weight.abs().to(precision) * norms.to(precision)
-    mask = (
-        n_of_m.largest(scores) if n_of_m else largest(scores, scores.shape[1] - int(share * scores.shape[1]))
-    )
+    kept = scores.shape[1] - int(share * scores.shape[1])
+    mask = n_of_m.largest(scores) if n_of_m else largest(scores, kept)
     return torch.where(mask, weight, 0)
 
 

@@ -1,8 +1,4 @@
-"""Prune all matrices of a model in place, block by block, each calibrated on the outputs of the pruned ones.
-
-A `Sweep` takes the calibration contexts through the blocks: only the hidden states that enter the current block are
-stored, in the model's dtype.
-"""
+"""Prune all matrices of a model in place, block by block, each calibrated on the outputs of the pruned ones."""
 
 from __future__ import annotations
 
@@ -36,24 +32,12 @@ from theodolite.models.stored.factored import PrunedMatrix
 from theodolite.models.stored.loading import RUNNING_ERRORS, reason_of
 from theodolite.models.structure import first_output, removed_on_leaving
 from theodolite.models.sweep import Sweep
-from theodolite.models.weights.block_matrices import (
-    Matrix,
-    TappedProducts,
-    block_matrices,
-    left_dense,
-    one_expert_at_a_time,
-)
+from theodolite.models.weights import block_matrices
+from theodolite.models.weights.block_matrices import Matrix
 from theodolite.passes.corpus_pass import batch_of, check_fit, fingerprint_of, refuse_nonfinite_stream
 from theodolite.passes.run import describe_corpus, describe_model, describe_pass
 from theodolite.prune.checkpoint import Pruned, UnfinishedPruning
-from theodolite.prune.options import (
-    TOKENS_A_BATCH,
-    PruningOptions,
-    RankRatio,
-    Sparsity,
-    check_ratio,
-    check_sparsity,
-)
+from theodolite.prune.options import TOKENS_A_BATCH, PruningOptions, RankRatio, Sparsity
 from theodolite.prune.sparse_low_rank import oats, rank_and_entries
 from theodolite.system.checkpoint_folders import ADAPTER, SETTINGS, refuse_inside
 from theodolite.system.choices import wider_than
@@ -173,17 +157,13 @@ class _Pruning:
 
     def _set_shares(self) -> None:
         """Set the sparsity and the rank ratio of each matrix, and refuse those that do not work."""
-        options, sparsity, rank_ratio = self.options, self.options.sparsity, self.options.rank_ratio
-        check_shares(sparsity, len(self.matrices))
+        options = self.options
+        check_shares(options.sparsity, len(self.matrices))
         self.sparsity: dict[tuple[int, str], float | None] = {}
         self.rank_ratio: dict[tuple[int, str], float] = {}
         fills_adapter = False
         for matrix in self.every:
-            layer, name, at = matrix.layer, matrix.name, (matrix.layer, matrix.key)
-            ratio = check_ratio(rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio)
-            share = sparsity(layer, name) if callable(sparsity) else sparsity
-            share = share[layer] if isinstance(share, Sequence) else share
-            share = None if share is None else check_sparsity(share)
+            at, (share, ratio) = (matrix.layer, matrix.key), options.shares(matrix.layer, matrix.name)
             self.sparsity[at], self.rank_ratio[at] = share, ratio
             if options.method == "oats":
                 rank = rank_and_entries(matrix.shape, share, ratio, options.pattern).rank
@@ -224,7 +204,7 @@ class _Pruning:
         def between() -> None:
             self.show_progress(len(rows), len(self.every))
 
-        with one_expert_at_a_time(model.root):
+        with block_matrices.one_expert_at_a_time(model.root):
             text = None
             if self.options.reads_text:
                 text = BlockByBlock(model, self.corpus, self.batch, between, folder, rounded=self.rounded)
@@ -328,14 +308,14 @@ class _Pruning:
         if self.options.reads_text:
             described = describe_pass(model, self.corpus, seed, self.fingerprint)
         pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"]}
-        pruning["left_dense"] = left_dense(model, self.every)
+        pruning["left_dense"] = block_matrices.left_dense(model, self.every)
         return describe_model(model) | described | {"pruning": pruning}
 
     def restore(self, folder: Path) -> None:
         """Put the matrices of this same pruning, finished in `folder`, into the model."""
         source: Any = self.model.source
         opened = open_model(folder, dtype=source.dtype, device="cpu", attention=source.attention)
-        theirs = {(matrix.layer, matrix.key): matrix for matrix in chain(*block_matrices(opened))}
+        theirs = {(each.layer, each.key): each for each in chain(*block_matrices.block_matrices(opened))}
         for matrix in self.every:
             matrix.write(theirs[matrix.layer, matrix.key].read())
         self._record()
@@ -351,7 +331,7 @@ def _without_skipped(model: OpenModel, options: PruningOptions) -> list[list[Mat
         raise UsageError(f"the opened model was modified ({model.interventions[-1]}): open it anew")
     if (Path(model.id) / SETTINGS).is_file():
         raise UsageError(f"{model.id} is pruned already ({SETTINGS} is next to its weights): give another")
-    matrices = block_matrices(model)
+    matrices = block_matrices.block_matrices(model)
     if not any(matrices):
         raise UsageError(f"{model.source.name} has no linear layers in its blocks that could be pruned")
     name_of = {module: name for name, module in model.root.named_modules()}
@@ -494,7 +474,7 @@ class InputMoments:
         # Where the first run used each matrix once, the others are left before the last product: of a gated MLP that
         # saves a quarter of the work.
         self._uses.clear()
-        with suppress(_AllInputsSeen), TappedProducts(self._add):
+        with suppress(_AllInputsSeen), block_matrices.TappedProducts(self._add):
             yield
         self._may_leave = all(self._uses[at] == 1 for at in self._widths)
 

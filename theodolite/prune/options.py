@@ -75,6 +75,14 @@ class PruningOptions:
             self, iterations=int(self.iterations), seed=int(self.seed), damping=float(self.damping)
         )
 
+    def shares(self, layer: int, name: str) -> tuple[float | None, float]:
+        """Return the sparsity and the rank ratio of a matrix; `UsageError` where a function gives another number."""
+        sparsity, rank_ratio = self.sparsity, self.rank_ratio
+        ratio = check_ratio(rank_ratio(layer, name) if callable(rank_ratio) else rank_ratio)
+        share = sparsity(layer, name) if callable(sparsity) else sparsity
+        share = share[layer] if isinstance(share, Sequence) else share
+        return None if share is None else check_sparsity(share), ratio
+
     @property
     def reads_text(self) -> bool:
         """True if what enters a matrix decides how it is pruned, so that blocks are run on the text."""

@@ -1,8 +1,4 @@
-"""Alarms of a training run: entropy collapse, rank collapse, vanishing signal.
-
-Each is judged from the values of the last few measurements (looks), never from a single one: the level is their median,
-the trend the Theil-Sen slope.
-"""
+"""Alarms of a training run, judged from the last few measurements (looks), never from a single one."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from theodolite.models.opened import OpenModel
 from theodolite.models.structure import Structure
 from theodolite.models.structure_search import find_structure
 from theodolite.models.training import shards
-from theodolite.models.training.shards import GatheredParameters, GradientShard
 from theodolite.models.weights.weight_map import LogitRows, Projection, Projections, find_projections
 from theodolite.theory.checks import check_real
 
@@ -111,8 +110,6 @@ def _add_product(into: Tensor, w: Tensor, gram: Tensor) -> None:
 class _FrobeniusSquared(torch.autograd.Function):
     """‖W_q W_kᵀ‖_F² of w_q (..., G, n, d, d_h) and w_k (..., G, 1, d, d_h), and the two Gram matrices."""
 
-    # Its gradients 2 W_q (W_kᵀ W_k) and 2 W_k (W_qᵀ W_q) take one product each, those of the Gram matrices two.
-
     @staticmethod
     def forward(w_q: Tensor, w_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gram_q, gram_k = w_q.mT @ w_q, w_k.mT @ w_k
@@ -126,6 +123,7 @@ class _FrobeniusSquared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        # 2 W_q (W_kᵀ W_k) and 2 W_k (W_qᵀ W_q) take one product each, gradients of the Gram matrices two.
         w_q, w_k, gram_q, gram_k = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted: the Gram matrices depend on the weights
             gram_q, gram_k = w_q.mT @ w_q, w_k.mT @ w_k
@@ -173,7 +171,7 @@ class Locater:
             self.layers = _selected(layers, structure)
             self._projections = find_projections(inner, structure, calls, self.layers)
         self._together = shards.is_spread(inner)
-        self._weights = [GatheredParameters(layer.places) for layer in self._projections]
+        self._weights = [shards.GatheredParameters(layer.places) for layer in self._projections]
         self._held = named(inner, [p for layer in self._projections for p in (layer.query, layer.key)])
         self._check_trained()
 
@@ -222,10 +220,8 @@ class Locater:
         return value
 
     def _added(self, layer: Projections, strengths: tuple[float, float], factor: float) -> Tensor:
-        """Add the gradient of one layer's penalty; returns the penalty.
-
-        2κ₁ W_q (W_kᵀ W_k) + 2κ₂ (t − 1) W_k, t = tr W_QK, and the same for W_k, in half of the time of a graph.
-        """
+        """Add the gradient of one layer's penalty, in half of the time of a graph; returns the penalty."""
+        # For W_q it is 2κ₁ W_q (W_kᵀ W_k) + 2κ₂ (tr W_QK − 1) W_k, and the same for W_k with W_q.
         (scale, mean), pair = strengths, (layer.query, layer.key)
         into: list[Tensor | None] = []
         for projection in pair:
@@ -252,7 +248,7 @@ class Locater:
                     into_k.addcmul_(query, by_head)
             return value
 
-    def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[GradientShard]]:
+    def _gathered(self, strengths: tuple[float, float]) -> tuple[Tensor, list[shards.GradientShard]]:
         """Compute the penalty and this rank's shards of its gradients, gathering the weights of one layer at a time."""
         values, gradients = [], []
         for layer, weights in zip(self._projections, self._weights, strict=True):
@@ -315,7 +311,7 @@ class _Attached(torch.autograd.Function):
     """Attaches gradients that are already known to a value, so that backward hands them to the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: list[GradientShard], *_: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, gradients: list[shards.GradientShard], *_: Tensor) -> Tensor:
         ctx.gradients = gradients
         return value.clone()
 

@@ -28,10 +28,7 @@ Row = dict[str, Any]
 
 
 class Record:
-    """The tables of all looks, and the losses in between, as lines of JSON in a folder; a NaN is `null`.
-
-    `finished`: the page says that the run has ended, or is not written any more.
-    """
+    """The tables of all looks, and the losses in between, as lines of JSON in a folder; a NaN is `null`."""
 
     def __init__(self, folder: Path, layers: int, places: Sequence[tuple[int, int]]) -> None:
         self.folder = folder
@@ -42,7 +39,7 @@ class Record:
         self.steps: list[int] = []
         self.alarms: list[Alarm] = []
         self.losses: dict[int, float] = {}
-        self.finished = False
+        self.finished = False  # the page says that the run has ended, or is not written any more
         self._drawn: dict[str, list[NDArray[np.float32]]] = {name: [] for name in DRAWN}
 
     def column(self, name: str) -> NDArray[np.float64] | None:
@@ -51,10 +48,7 @@ class Record:
         return values if np.isfinite(values).any() else None
 
     def begin(self, step: int) -> tuple[list[Geometry], str]:
-        """Drop what was recorded after `step` (all of it, at step 0); returns the looks that are kept, and a message.
-
-        What is no complete look of this model is dropped; where nothing is kept, the old files are moved aside first.
-        """
+        """Drop what was recorded after `step` (all of it, at step 0); returns the looks that are kept and a message."""
         message = ""
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -64,6 +58,7 @@ class Record:
                 for row in rows[name]:
                     if row["step"] <= step:
                         looks.setdefault(row["step"], {of: [] for of in NEEDED})[name].append(row)
+            # What is no complete look of this model is dropped, too.
             whole = {at for at, look in looks.items() if step and self._is_whole(look)}
             if not whole and any(rows.values()):
                 message = f"{self.folder} held an earlier record: moved to heads.{self._move_aside()}.jsonl and so on"

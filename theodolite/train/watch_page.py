@@ -16,7 +16,6 @@ from plotly.offline import get_plotlyjs
 
 from theodolite.report import page, style
 from theodolite.report.drawing import grammar
-from theodolite.report.drawing.grammar import Panel
 from theodolite.report.exhibit import Choice, Exhibit, Option
 from theodolite.report.outcome import Outcome
 from theodolite.system.wording import counted, head_name, number, visible
@@ -122,7 +121,7 @@ def _grouped(table: pd.DataFrame, most: int) -> tuple[Any, DataFrameGroupBy]:
     return table.index.to_series().groupby(group).last().to_numpy(), table.groupby(group)
 
 
-def _panel(name: str, table: pd.DataFrame, showlegend: bool) -> Panel:
+def _panel(name: str, table: pd.DataFrame, showlegend: bool) -> grammar.Panel:
     """Draw the mean over heads or layers against the step, and the place nearest to an alarm."""
     measure = MEASURES[name]
     sign, worst = (1, "lowest") if measure.low_alarms else (-1, "highest")
@@ -138,10 +137,10 @@ def _panel(name: str, table: pd.DataFrame, showlegend: bool) -> Panel:
     if measure.limit is not None:
         ends, what = x[[0, -1]], "default limit of alarms"
         traces += grammar.reference(ends, measure.limit, what, showlegend=showlegend)
-    return Panel(measure.title, traces, "step", measure.axis, yaxis={"rangemode": "tozero"})
+    return grammar.Panel(measure.title, traces, "step", measure.axis, yaxis={"rangemode": "tozero"})
 
 
-def _loss_panel(losses: pd.DataFrame) -> Panel:
+def _loss_panel(losses: pd.DataFrame) -> grammar.Panel:
     """Draw the loss, on a band from the lowest to the highest where steps share a point."""
     x, groups = _grouped(losses, POINTS)
     means = groups.mean()["loss"].to_numpy()
@@ -150,7 +149,7 @@ def _loss_panel(losses: pd.DataFrame) -> Panel:
     drawn = grammar.band(x[shown], low, high, style.MEASURED, legendgroup="")
     hover = "loss at step %{x}: %{y:.4g}<extra></extra>"
     drawn += grammar.line(x, means, "loss", style.MEASURED, hover=hover, marker=_dots(x), showlegend=False)
-    return Panel("Loss", drawn, "step", "loss")
+    return grammar.Panel("Loss", drawn, "step", "loss")
 
 
 def _head_map(name: str, table: pd.DataFrame, layers: Sequence[int]) -> go.Figure:
