@@ -18,6 +18,7 @@ from theodolite.jobs.unfinished import Notes, Tensors, Unfinished
 from theodolite.system import files
 from theodolite.system.progress import ShowStage
 
+SCHEMA_VERSION = 2
 COLUMNS = (
     *("model", "task", "shots", "metric", "value", "value_se", "difference", "difference_se"),
     *("count", "batch", "version", "chat_template", "system"),
@@ -41,9 +42,6 @@ class Score:
     version: str = ""  # of the task
     chat_template: bool = False  # whether the tokenizer's made conversations of the prompts
     system: str = ""  # the text of the system's turn
-
-
-SCHEMA_VERSION = 2
 
 
 class Evaluation:
