@@ -34,6 +34,8 @@ from theodolite.system.progress import ENDING, ShowStage, handling
 from theodolite.system.wording import model_name, visible, with_error
 
 Bars = Callable[..., AbstractContextManager[ShowStage]]  # progress bars of a `unit`
+# What begins as the tokenizer begins a text, and how that is said where it puts special tokens there.
+BEGINNINGS = {"windows": ", each after {}", "text": ", {} before the text alone", "none": ", without {}"}
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,6 @@ class Questions:
             perplexity.loss_rows(model, corpus, **_windows(model, self)[0], batch=self.batch)
         if NAME in self.tasks:
             prompts_for(model, self.prompts, self.seed, max(self.shots)).asked_of(model, self.batch)
-
-
-# What begins as the tokenizer begins a text, and how that is said where it puts special tokens there.
-BEGINNINGS = {"windows": ", each after {}", "text": ", {} before the text alone", "none": ", without {}"}
 
 
 @measures("model")

@@ -24,6 +24,8 @@ from theodolite.passes.corpus_pass import batch_of, check_fit, next_token_losses
 from theodolite.system.choices import check_whole, wider_than
 from theodolite.system.progress import ShowProgress
 
+LITERATURE = 2048  # tokens of a window in published perplexities of WikiText-2
+
 
 @dataclass(eq=False)
 class Perplexity:
@@ -64,9 +66,6 @@ def _parts(sums: Any, sizes: Any) -> Float[np.ndarray, " contexts"]:
     """Return each context's part in a ratio of sums, to first order: their mean is the ratio."""
     ratio = sums.sum() / sizes.sum()
     return ratio + (sums - ratio * sizes) / sizes.mean()
-
-
-LITERATURE = 2048  # tokens of a window in published perplexities of WikiText-2
 
 
 @measures("model")

@@ -17,6 +17,7 @@ from theodolite.jobs.job import Job, Notes, Stage, Steps, Tensors, Unfinished
 from theodolite.system import files
 from theodolite.system.progress import ShowStage
 
+SCHEMA_VERSION = 2
 COLUMNS = (
     *("model", "task", "shots", "metric", "value", "value_se", "difference", "difference_se"),
     *("count", "batch", "version", "chat_template", "system"),
@@ -40,9 +41,6 @@ class Score:
     version: str = ""  # of the task
     chat_template: bool = False  # whether the tokenizer's made conversations of the prompts
     system: str = ""  # the text of the system's turn
-
-
-SCHEMA_VERSION = 2
 
 
 class Evaluation:

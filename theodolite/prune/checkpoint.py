@@ -1,11 +1,4 @@
-"""A pruned model on disk: its record, the unfinished work from which a pruning resumes, and the checkpoint.
-
-The finished `OUT` is a checkpoint with `pruning.json` and `pruning.parquet` next to the weights, in one of three forms:
-
-    merged      dense matrices that `transformers` opens; the low-rank parts are also in `low_rank/`
-    factored    the format of `models/stored/factored.py`
-    adapter     a checkpoint of the sparse parts, and in `adapter/` the low-rank ones as a LoRA adapter of PEFT
-"""
+"""A pruned model on disk (`docs/pruning.md`): its record, the unfinished work, and the finished checkpoint."""
 
 from __future__ import annotations
 

@@ -163,8 +163,9 @@ class _Pruning:
         self.rank_ratio: dict[tuple[int, str], float] = {}
         fills_adapter = False
         for matrix in self.every:
-            at, (share, ratio) = (matrix.layer, matrix.key), options.shares(matrix.layer, matrix.name)
-            self.sparsity[at], self.rank_ratio[at] = share, ratio
+            share, ratio = options.shares(matrix.layer, matrix.name)
+            self.sparsity[matrix.layer, matrix.key] = share
+            self.rank_ratio[matrix.layer, matrix.key] = ratio
             if options.method == "oats":
                 rank = rank_and_entries(matrix.shape, share, ratio, options.pattern).rank
                 fills_adapter |= rank > 0 and matrix.expert is None
@@ -194,11 +195,16 @@ class _Pruning:
 
     def run(self, unfinished: UnfinishedPruning | None) -> Pruned:
         """Prune every unfinished block, and write the result of every block into the model."""
-        model = self.model
+        model, options = self.model, self.options
         started = time.monotonic()
         rows: checkpoint.TableRows = []
         low_rank: list[checkpoint.LowRank] = []  # where no file has them
-        described = self._described()
+        described: dict[str, Any] = {"seed": options.seed, "fingerprint": self.fingerprint}
+        if options.reads_text:
+            described = describe_pass(model, self.corpus, options.seed, self.fingerprint)
+        pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"]}
+        pruning["left_dense"] = block_matrices.left_dense(model, self.every)
+        provenance = describe_model(model) | described | {"pruning": pruning}
         folder = unfinished.folder if unfinished and model.streamed is not None else None
 
         def between() -> None:
@@ -206,7 +212,7 @@ class _Pruning:
 
         with block_matrices.one_expert_at_a_time(model.root):
             text = None
-            if self.options.reads_text:
+            if options.reads_text:
                 text = BlockByBlock(model, self.corpus, self.batch, between, folder, rounded=self.rounded)
             if model.streamed is None:
                 self._record()
@@ -224,7 +230,7 @@ class _Pruning:
                     if text and layer + 1 < model.layers:
                         text.advance(layer)
         self.show_progress(len(self.every), len(self.every))
-        provenance = described | {"wall_seconds": time.monotonic() - started}
+        provenance |= {"wall_seconds": time.monotonic() - started}
         return Pruned(pd.DataFrame(rows), provenance, low_rank.__getitem__)
 
     def _pruned_block(
@@ -301,16 +307,6 @@ class _Pruning:
         low_rank = (split.left, split.right) if split.left.numel() else ()
         return (split.sparse, *low_rank), math.nan, stalled
 
-    def _described(self) -> dict[str, Any]:
-        """Describe the model, the text and the settings, for the provenance."""
-        model, seed = self.model, self.options.seed
-        described: dict[str, Any] = {"seed": seed, "fingerprint": self.fingerprint}
-        if self.options.reads_text:
-            described = describe_pass(model, self.corpus, seed, self.fingerprint)
-        pruning = {"schema_version": SCHEMA_VERSION, **self.fingerprint["pruning"]}
-        pruning["left_dense"] = block_matrices.left_dense(model, self.every)
-        return describe_model(model) | described | {"pruning": pruning}
-
     def restore(self, folder: Path) -> None:
         """Put the matrices of this same pruning, finished in `folder`, into the model."""
         source: Any = self.model.source
@@ -369,10 +365,9 @@ def _plain(values: Mapping[tuple[int, str], float | None]) -> Any:
 
 
 class BlockByBlock:
-    """The calibration contexts on their way through the blocks, batch by batch.
+    """The calibration contexts on their way through the blocks, which may be changed between calls.
 
-    The blocks may be changed between calls; `WorkError` where they cannot be run one by one. `between` is called after
-    every batch, and may raise to stop; `folder`: as of `Sweep`; `rounded`: take the products in bfloat16.
+    `between` is called after every batch, and may raise; `folder`: as of `Sweep`; `rounded`: products in bfloat16.
     """
 
     def __init__(

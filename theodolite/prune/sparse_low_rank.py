@@ -163,9 +163,7 @@ def rank_and_entries(
     outputs, inputs = shape
     pattern = methods.pattern_of(given, inputs)
     check_ratio(rank_ratio)
-    most = math.inf
-    if pattern is not None and rank_ratio < 1:
-        most = pattern.kept / pattern.of / (1 - rank_ratio)
+    most = pattern.kept / pattern.of / (1 - rank_ratio) if pattern and rank_ratio < 1 else math.inf
     if sparsity is None and pattern is not None and most >= 1:
         raise UsageError(f"pattern {pattern} with rank_ratio {rank_ratio:g} fixes no sparsity: pass one")
     density = most if sparsity is None and pattern is not None else 1 - check_sparsity(sparsity)

@@ -255,9 +255,8 @@ class Locater:
             with weights.gathering(), torch.enable_grad():
                 value = locater_penalty(*layer.factors(), *strengths)
                 gradients += weights.gradients(value)
-            values.append(
-                shards.joined_heads(value.detach().reshape(1), shards.head_group(layer.query.module)).sum()
-            )
+            group = shards.head_group(layer.query.module)
+            values.append(shards.joined_heads(value.detach().reshape(1), group).sum())
         return _sum(values), gradients
 
     def table(self) -> pd.DataFrame:

@@ -85,9 +85,8 @@ class GeometryMonitor:
         self.last: Geometry | None = None
         self.alarms: list[Alarm] = []
         self.new_alarms: list[Alarm] = []
-        self._reader = GeometryReader(
-            model, ids, over_ranks, attention_mask=attention_mask, position_ids=position_ids
-        )
+        rows = {"attention_mask": attention_mask, "position_ids": position_ids}
+        self._reader = GeometryReader(model, ids, over_ranks, **rows)
         self._ranks = self._reader.ranks
         self._judge = Alarms(limits)
         self._record: Record | None = None
