@@ -180,7 +180,7 @@ def test_the_command_reads_pictures_and_says_where_it_does_not(llava, table, tmp
         ((*with_images, 8), "no picture has room in a context of 8 tokens"),
         ((*with_images, 64, "--shard", "1/2"), "not of images"),
         ((*given, "--image-column", "photo"), "no column 'photo'"),
-        ((*with_images, 64, "--source-column", "text"), "each row is a context of its own"),
+        ((*with_images, 64, "--source-column", "text"), "gives each row a source: leave out --image-column"),
     ):
         code, _, errors = call("survey", *words)
         assert code == 2, words

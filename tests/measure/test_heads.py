@@ -12,7 +12,6 @@ from tests import checkpoints
 from tests.report.synthetic import make_survey
 from theodolite.accumulate.sums import joined
 from theodolite.corpus.corpus import Corpus
-from theodolite.errors import UsageError
 from theodolite.measure.head_roles import (
     ATTENTION_PATTERNS,
     COMMON_ROLES,
@@ -146,8 +145,3 @@ def test_queries_and_grouped_keys() -> None:
         for head in range(4):
             expected = ratios((query[context, head] @ key[context, head // 2].mT).numpy())
             np.testing.assert_allclose(got[context, head], expected, rtol=1e-5)
-
-
-def test_wrong_calls_are_named() -> None:
-    with pytest.raises(UsageError, match="3 query heads and 2 key heads"):
-        qk_low_frequency(torch.ones(3, 4, 2), torch.ones(2, 4, 2))

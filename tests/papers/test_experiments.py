@@ -125,7 +125,7 @@ def test_figure_2_is_of_the_columns_and_shows_the_cosines_of_the_bases(run):
     """Oracle: the columns, and numpy on the run's own arrays."""
     outcome = reproduce("geometry/figure2", run)
     gap = run.layers["cosine_within"] - run.layers["cosine_between"]
-    assert [row.value for row in outcome.verdicts[2].parts] == gap.tolist()
+    assert [row.estimate.value for row in outcome.verdicts[2].parts] == gap.tolist()
     assert answers(outcome)[:3] == [HOLDS] * 3
     positions = run.arrays["positional_basis"][2].numpy()
     figure = outcome.exhibits[0].figure

@@ -107,7 +107,7 @@ def test_locater_is_of_the_layers_that_attend(model):
     jamba = model("jamba").hf.requires_grad_(True)
     attending = [layer for layer, block in enumerate(jamba.model.layers) if hasattr(block, "self_attn")]
     assert Locater(jamba, 0.1, 0.0).layers == attending == [1, 3]
-    with pytest.raises(UsageError, match="layer 2 does not attend"):
+    with pytest.raises(UsageError, match="layer 2 does not exist or does not attend"):
         Locater(jamba, 0.1, 0.0, layers=[2])
 
 

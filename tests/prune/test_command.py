@@ -92,8 +92,8 @@ def _bad_calls(tmp_path: Path, model: Path, text: Path) -> list[tuple[list[objec
     out = tmp_path / "out"
     test_part = ["prune", model, "--corpus", "wikitext-2", "--out", out]
     options = {
-        ("--sparsity", "half"): "'half' is neither a number",
-        ("--sparsity", ""): "'' is neither a number",
+        ("--sparsity", "half"): "'half' is no number",
+        ("--sparsity", ""): "'' is no number",
         ("--damping", "0.2"): "oats has no such option: leave out --damping",
         ("--method", "wanda", "--rank-ratio", "0.5"): "wanda has no such option: leave out --rank-ratio",
         ("--method", "magnitude", "--exact"): "magnitude has no such option: leave out --exact",

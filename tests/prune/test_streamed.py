@@ -154,7 +154,7 @@ def test_what_is_not_kept_or_written_into_its_own_folder_is_refused(tmp_path, mo
     # A folder called as a model of the hub is not that model.
     refuse_inside(tmp_path / "gpt2" / "out", "gpt2")
     checkpoints.write("gpt2", tmp_path / "gpt2")
-    with pytest.raises(UsageError, match="lies in the folder of the model"):
+    with pytest.raises(UsageError, match="lies in the folder of the dense model"):
         refuse_inside(tmp_path / "gpt2" / "out", "gpt2")
 
     def full(*_):

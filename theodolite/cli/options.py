@@ -363,6 +363,7 @@ LEFT_OUT = {
     "rows_without_text": ("document", "without a text"),
     "rows_without_label": ("document", "without a label"),
     "rows_without_image": ("document", "without an image"),
+    "images_unread": ("image", "not read: --image-column image reads them"),
 }
 """What a corpus counts, and what is said of it."""
 

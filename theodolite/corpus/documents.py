@@ -440,6 +440,7 @@ def document_of_row(row: Mapping[str, Any], columns: Columns, source: str, numbe
     if text is None or text == [] or (columns.source is not None and source_text is None):
         columns.notes.counts["rows_without_text"] += number > 0
         return None
+    columns.notes.counts["images_unread"] += columns.image is None and "image" in row
     picture = None if columns.image is None else _picture(row[columns.image], source)
     if columns.image is not None and picture is None:
         columns.notes.counts["rows_without_image"] += 1

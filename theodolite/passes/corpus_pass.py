@@ -22,6 +22,7 @@ from theodolite.models import OpenModel
 from theodolite.models.calls import capture_current_calls
 from theodolite.models.guard import guarded, measures
 from theodolite.models.hooks import Hooks, hooked, positions_read
+from theodolite.models.source import Inputs
 from theodolite.passes.run import SCHEMA_VERSION, versions
 from theodolite.system.choices import check_whole, wider_than
 from theodolite.system.progress import Progress
@@ -76,8 +77,12 @@ class CorpusPass(Hooks):
                 stop = min(start + self.batch, last)
                 for part in self.corpus.of_one_length(start, stop):
                     self.begin(part.start, self.corpus.ids(part))
-                    self.model.forward(self.corpus.inputs(part))
+                    self.forward(self.corpus.inputs(part))
                 after(stop)
+
+    def forward(self, inputs: Inputs) -> None:
+        """Run the model on a batch."""
+        self.model.forward(inputs)
 
 
 def check_fit(

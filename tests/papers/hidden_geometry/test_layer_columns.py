@@ -160,7 +160,7 @@ def test_claims_on_the_curve_are_of_groups_and_not_testable_without(run):
     assert {verdict.answer for verdict in still.verdicts[:2]} <= {HOLDS, FAILS}
     # Turns are judged only where the curve is continuous.
     continuous = shape[shape["roughness"] <= criterion("geometry/continuous").limit]
-    assert [row.value for row in still.verdicts[2].parts] == continuous["turns"].tolist()
+    assert [row.estimate.value for row in still.verdicts[2].parts] == continuous["turns"].tolist()
     assert len(continuous) > 0
     layers, positions, width = run.arrays["positional_basis"].shape
     noise = drawn(4, layers, 8, positions - 1, width)
