@@ -16,6 +16,7 @@ Floats = npt.NDArray[np.float64]
 CONFIDENCE = 0.95
 SIGMAS = float(ndtri((1 + CONFIDENCE) / 2))
 """Standard errors on either side of the 95 % interval, where the error is no estimate itself; else Student's t."""
+RESTS_ON_NOTHING = "a standard error needs the number of independent things that it rests on"
 INTERVAL = f"the {CONFIDENCE:.0%} interval".replace("%", "\u00a0%")
 
 
@@ -36,7 +37,7 @@ class Estimate:
 
     def __post_init__(self) -> None:
         if math.isfinite(self.error) and not (self.n or self.is_exact):
-            raise ValueError("a standard error needs the number of independent things that it rests on")
+            raise ValueError(RESTS_ON_NOTHING)
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
@@ -98,6 +99,11 @@ class Estimates:
     of: str = ""
     each: str = "layers"
     is_exact: bool = False
+
+    def __post_init__(self) -> None:
+        known = self.errors is not None and np.isfinite(self.errors).any()
+        if known and not (self.n or self.is_exact):
+            raise ValueError(RESTS_ON_NOTHING)
 
     @classmethod
     def exact(cls, values: npt.ArrayLike, each: str = "layers") -> Estimates:

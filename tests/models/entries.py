@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import BuiltinMethodType
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,7 @@ def difference(ours: Any, expected: Any) -> str:
 
 def _parts(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
     """All numbers and words of a result, by where they are, but for how long it took."""
+    value = value.__self__ if isinstance(value, BuiltinMethodType) else value  # what a list is read by
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     elif isinstance(value, pd.DataFrame):

@@ -20,7 +20,7 @@ from theodolite.passes.run import Run
 from theodolite.passes.survey import survey
 from theodolite.report.outcome import Outcome
 from theodolite.report.page import block_of
-from theodolite.sinks.outliers import Outliers
+from theodolite.sinks.outliers import Outliers, find_outliers
 from theodolite_papers import Study
 from theodolite_papers.catch_tag_release.outliers import (
     is_delimiter,
@@ -61,7 +61,7 @@ def studied(tmp_path_factory) -> tuple[Study, Outcome]:
 @pytest.fixture(scope="module")
 def found(studied) -> Outliers:
     study, _ = studied
-    return study.cached("outliers", lambda: pytest.fail("read twice"))
+    return find_outliers(study.model, study.corpus)
 
 
 def test_verdicts_on_a_planted_activation(studied, found):
