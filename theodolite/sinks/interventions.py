@@ -148,7 +148,8 @@ def attention_knockout(
     model.check_place(layer, 0 if head is None else head)
     attention = model.attention_alone(layer)
     heads = list(range(model.heads_of[layer])) if head is None else [head]
-    window = getattr(attention, "sliding_window", None)
+    config = getattr(attention, "config", None)  # Mistral's layers all have the window that it names
+    window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
     with guarded(model.root):
         chosen = _flags(positions, "key", may_be_none=sink_column)
 
