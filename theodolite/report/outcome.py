@@ -14,7 +14,8 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from theodolite import judging
-from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Verdict
+from theodolite.estimates import Estimate, Estimates
+from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Criterion, Verdict, judge
 from theodolite.measure.publications import BAO, SONG, TITLES, ZHANG
 from theodolite.report import content
 from theodolite.report.data import packaged, records
@@ -70,6 +71,12 @@ class Outcome:
     def read(self, quantity: str, here: str, paper: str = "") -> None:
         """Show a quantity as measured here and as the paper prints it."""
         self.readings.append(Reading(quantity, here, paper))
+
+    def claim(
+        self, claim: str, what: str, estimate: Estimate | Estimates | float, criterion: Criterion
+    ) -> None:
+        """Judge a claim, as `judge` does."""
+        self.verdicts.append(judge(claim, what, estimate, criterion))
 
     def show(self, page: str, key: str, figure: go.Figure | Choice, **values: object) -> None:
         """Show a figure under its caption of `figures.toml`, which `values` fill."""
