@@ -223,7 +223,7 @@ def check_projections(family: str, model: OpenModel) -> None:
     """Oracle: `head_weights`. The gradient of ½‖W‖² is W, so that a step of −1 leaves zero where W_q and W_k are."""
     if family == "qwen3":
         with pytest.raises(
-            UsageError, match=r"layer 0: .*layers\.0\.self_attn .*q_norm, k_norm.*layers=\[…\]"
+            UsageError, match=r"layer 0: .*layers\.0\.self_attn.*q_norm, k_norm.*layers=\[…\]"
         ):
             find_projections(model.hf, model.structure, model.calls, [0])
         return
