@@ -29,7 +29,7 @@ from theodolite.judging import Criterion, judge, untestable
 from theodolite.passes.run import TABLES
 from theodolite.report.outcome import write_outcome
 from theodolite_papers import ALIASES, EXPERIMENTS, reproduce
-from theodolite_papers.catalogue import declarations
+from theodolite_papers.declarations import declarations
 from theodolite_papers.experiment import of_nothing
 from tools import gallery, site_pages
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from theodolite_papers.catalogue import EXPERIMENTS, Alias, aliases, find, reproduce
+from theodolite_papers.catalogue import EXPERIMENTS, find, reproduce
+from theodolite_papers.declarations import Alias, aliases
 
 if TYPE_CHECKING:
     from theodolite_papers.experiment import Experiment, Study

@@ -29,7 +29,7 @@ from theodolite.report.exhibit import by_name as by_name
 from theodolite.report.outcome import Heading
 from theodolite.report.outcome import Outcome as PageOutcome
 from theodolite.system.progress import ShowStage
-from theodolite_papers.catalogue import Declaration, declarations
+from theodolite_papers.declarations import Declaration, declarations
 
 Number = Estimate | Estimates | float
 

@@ -23,7 +23,7 @@ from theodolite.system.files import check_target, json_text
 from theodolite.system.progress import interruptible
 from theodolite.system.wording import harmless, model_name
 from theodolite_papers import catalogue
-from theodolite_papers.catalogue import aliases, declarations
+from theodolite_papers.declarations import aliases, declarations
 
 if TYPE_CHECKING:
     from theodolite.models.texts import Focus

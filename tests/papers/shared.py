@@ -15,7 +15,7 @@ from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Ver
 from theodolite.measure.column import WITHOUT
 from theodolite.passes.run import Run
 from theodolite.theory.unbiased import Jackknifed
-from theodolite_papers.catalogue import declarations
+from theodolite_papers.declarations import declarations
 from theodolite_papers.experiment import Outcome
 
 

@@ -32,7 +32,7 @@ from theodolite.judging import (
 )
 from theodolite.passes.survey import survey
 from theodolite_papers import ALIASES, EXPERIMENTS, Study, find, reproduce
-from theodolite_papers.catalogue import PAPERS, Declaration, declarations
+from theodolite_papers.declarations import PAPERS, Declaration, declarations
 from theodolite_papers.experiment import Outcome, claims, criterion, share_of_heads, shown
 from theodolite_papers.hidden_geometry import published
 from theodolite_papers.hidden_geometry.layer_columns import other_run, random_run

@@ -16,7 +16,7 @@ from theodolite.judging import FAILS, HOLDS, IN_PART, UNDECIDED, UNTESTABLE, Ver
 from theodolite.passes.run import Run
 from theodolite.report.outcome import Outcome, Reading, tally, write_index, write_outcome
 from theodolite_papers import EXPERIMENTS, Study
-from theodolite_papers.catalogue import declarations
+from theodolite_papers.declarations import declarations
 from theodolite_papers.experiment import claims
 
 CLAIMS = replace(
