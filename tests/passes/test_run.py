@@ -149,3 +149,12 @@ def test_a_table_of_another_program_is_refused_by_its_columns(fault, tmp_path):
     folder = replace(run, heads=FAULTS[fault](run.heads)).save(tmp_path / "run").folder
     with pytest.raises(UsageError, match=rf"{fault}.*: remove .*, then run the survey again"):
         Run.load(folder)
+
+
+@pytest.mark.parametrize("entry", ["corpus", "fingerprint", "checksums", "counts"])
+def test_provenance_of_another_type_is_refused(entry, tmp_path):
+    folder = small_run().save(tmp_path / "run").folder
+    for value in (7, "three", [1]):
+        resealed(folder, **{entry: value})
+        with pytest.raises(UsageError, match=r"run\.json is damaged: remove .*, then run the survey again"):
+            Run.load(folder)

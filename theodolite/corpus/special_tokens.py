@@ -32,7 +32,8 @@ class SpecialTokens:
         return torch.from_numpy(np.concatenate([before, bodies, after], axis=1))
 
 
-TEXTS, TRIED = 4, 1000  # unlike texts from which it is told what goes around them, and those tried for them
+TEXTS = 4  # unlike texts from which it is told what goes around them
+TRIED = 1000  # texts tried for them
 
 
 def known_texts(tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
@@ -78,7 +79,8 @@ def frame_of(tokenizer: Tokenizer, length: int | None = None) -> SpecialTokens:
     return SpecialTokens(before, after, [token for token in ends if token is not None][:1])
 
 
-PIECE, MOST_GROWTH = 64, 32  # characters normalised at a time, and most of one; Unicode's own forms make 18
+PIECE = 64  # characters normalised at a time
+MOST_GROWTH = 32  # characters that one becomes at most; Unicode's own forms make 18
 
 
 def refuse_growth(tokenizer: Any, text: str) -> None:

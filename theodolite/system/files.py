@@ -81,7 +81,9 @@ def disk_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
-        raise WorkError(f"cannot write {target}: {error.filename} is a file, not a folder") from error
+        raise WorkError(
+            f"cannot write {target}: {error.filename} is a file, not a folder: choose another --out"
+        ) from error
     except (OSError, safetensors.SafetensorError) as error:  # as either, a full disk may be reported
         why = str(getattr(error, "strerror", None) or error)
         full = next((said for said in FULL if said in why), None)

@@ -61,15 +61,26 @@ def provenance_at(folder: str | Path, schema: int | None = None) -> dict[str, An
         provenance = files.read_json_checked(Path(folder) / RUN)
         version = provenance["schema_version"]
         known = schema in (None, version)
-        if not isinstance(provenance["model"], dict):
-            raise TypeError
     except files.CorruptFile as error:
         raise UsageError(f"{folder} is damaged ({error}): {measure_anew(folder)}") from error
     except (KeyError, TypeError) as error:
         raise UsageError(f"{folder}/run.json is damaged: {measure_anew(folder)}") from error
     if not known:
         raise UsageError(f"{folder} has schema {version}, this theodolite reads {schema}: survey again")
+    if not _is_provenance(provenance):
+        raise UsageError(f"{folder}/run.json is damaged: {measure_anew(folder)}")
     return provenance
+
+
+def _is_provenance(values: dict[str, Any]) -> bool:
+    """Tell whether a provenance has the entries that every reader needs, each of its type."""
+    model, corpus = values.get("model"), values.get("corpus") or {}
+    others = [values.get(name) or {} for name in ("fingerprint", "versions", "checksums", "counts")]
+    if not all(isinstance(group, dict) for group in (model, corpus, *others)):
+        return False
+    sizes = [model.get(name, 0) for name in ("layers", "heads")]  # type: ignore[union-attr]
+    sizes += [corpus.get(name) for name in ("contexts", "length")] if corpus else []
+    return all(type(size) is int and size >= 0 for size in sizes)
 
 
 def check_out(out: Path | None) -> None:
