@@ -144,14 +144,15 @@ document.addEventListener("DOMContentLoaded", () => {
     box.append(text("h3", title), list);
     return box;
   }
-  function card(key) {
+  function fillCard(key) {
     const [own, values] = cards.heads[key];
-    const groups = new Map(own);
+    const measured = new Map();
     cards.measures.forEach(([title, name], place) => {
-      if (!groups.has(title)) groups.set(title, []);
-      groups.get(title).push([name, values[place]]);
+      if (!measured.has(title)) measured.set(title, []);
+      measured.get(title).push([name, values[place]]);
     });
-    return [...groups].map(group);
+    document.getElementById("head-card").replaceChildren(...own.map(group));
+    document.getElementById("head-measures").replaceChildren(...[...measured].map(group));
   }
   function selectHead(layer, head, quiet = false, named = true) {
     if (!byLayer || !heads.includes(`${layer},${head}`)) return;
@@ -161,7 +162,7 @@ document.addEventListener("DOMContentLoaded", () => {
     byHead.value = head;
     headFigures().forEach((div) => show(div, `${layer},${head}`));
     document.getElementById("head-title").textContent = `One head: ${name}`;
-    document.getElementById("head-card").replaceChildren(...card(`${layer},${head}`));
+    fillCard(`${layer},${head}`);
     if (!quiet) {
       document.getElementById("head").scrollIntoView({ behavior: "smooth" });
       document.getElementById("head-title").focus({ preventScroll: true });
