@@ -100,6 +100,9 @@ def test_type_click_switch_and_follow_the_link(chromium, serving, sharp):
         assert page.input_value("#head input") == f"L{layer}H{head}"
     view = sharp.view(prompt_ids([sharp], prompt), 0, 1)
     np.testing.assert_allclose(opened.weights(), view.attention, atol=1e-6)
+    # Maps of tokens have no heads to click on.
+    assert page.locator("[data-heard]").count() == 2
+    assert page.locator(":is(.attention, .constituents) [data-heard]").count() == 0
     page.click("#log input")
     opened.until("document.querySelector('.attention .js-plotly-plot')?._fullData[0].zmin === -5")
     np.testing.assert_allclose(opened.weights(), np.log10(np.maximum(view.attention, 1e-5)), atol=1e-4)

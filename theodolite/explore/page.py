@@ -29,15 +29,15 @@ OPENING, LABEL = "few-shot", "prompt (Shift+Enter or Run reads it)"
 Draw = Callable[[Selection], list[Any]]
 ON_PROMPT: tuple[tuple[Draw, ...], ...] = (
     (panels.head_map, panels.attention),
-    (panels.next_tokens, panels.block, panels.sinks, panels.tags),
+    (panels.next_tokens, panels.block_heads, panels.sinks, panels.tags),
 )
 WITH_TEXT: tuple[tuple[Draw, ...], ...] = ((panels.head,), (panels.constituents, panels.not_split))
 """Panels in the order in which they are shown: those that need no survey are there before it is made."""
 
-PLOTS = ("head_map", "attention", "block", "constituents")
+PLOTS = ("head_map", "attention", "block_heads", "constituents")
 PANELS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"heads": ("head_map", "head"), "attention": ("attention",)},
-    {"next": ("next_tokens",), "block": ("block",)},
+    {"next": ("next_tokens",), "block": ("block_heads",)},
     {"sinks": ("sinks",), "tags": ("tags",)},
     {"constituents": ("not_split", "constituents")},
 )
@@ -45,11 +45,23 @@ PANELS: tuple[dict[str, tuple[str, ...]], ...] = (
 
 # gradio's plots tell of no clicks. Each new figure is a new element.
 _CLICKS = """
-const maps = ":is(.head-map, .block) .js-plotly-plot:not([data-heard])";
+const maps = ":is(.head-map, .block-heads) .js-plotly-plot:not([data-heard])";
 new MutationObserver(() => document.querySelectorAll(maps).forEach((plot) => {
   plot.dataset.heard = "";
   plot.on("plotly_click", ({ points: [{ data, x, y }] }) => trigger("select", { head: data.name || `L${y}H${x}` }));
 })).observe(document.body, { childList: true, subtree: true });
+"""
+
+# Figures are drawn on light paper; a dark page turns them over. A narrow one scrolls what would be too small to read.
+_STYLE = """
+.dark .js-plotly-plot { filter: invert(1) hue-rotate(180deg); }
+[role="group"] :is(b, sub) { color: inherit; }
+@media (max-width: 48rem) {
+  :is(th, td) { padding: .3rem .4rem !important; font-size: .85rem; }
+  :is(.attention, .block-heads, .constituents) { overflow-x: auto !important; }
+  :is(.attention, .block-heads) .js-plotly-plot { width: 34rem; }
+  .constituents .js-plotly-plot { width: 70rem; }
+}
 """
 
 HOST = "127.0.0.1"
@@ -271,6 +283,7 @@ def application(subjects: Sequence[Subject]) -> fastapi.FastAPI:
         enable_monitoring=False,
         footer_links=[],
         run_history=False,  # prompts are private
+        css=_STYLE,
         theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),  # none is fetched
         root_path="",
     )

@@ -77,7 +77,7 @@ class Selection(NamedTuple):
 def parse_head(name: str) -> tuple[int, int]:
     """Parse `L3H5` as (3, 5); `UsageError` where it is written in another way."""
     if (written := re.fullmatch(r"L?(\d+)H(\d+)", name.strip().upper(), re.ASCII)) is None:
-        needed = "write L3H5 for head 5 of layer 3, both counted from 0"
+        needed = "write L3H5 for head 5 of block 3, both counted from 0"
         raise UsageError(f"{visible(name, 20)} is not a head: {needed}")
     return int(written[1]), int(written[2])
 
@@ -142,7 +142,7 @@ def next_tokens(at: Selection) -> list[str]:
     return _shown_or_why(shown, at)
 
 
-def block(at: Selection) -> Figures:
+def block_heads(at: Selection) -> Figures:
     """Draw the attention of all heads of the block side by side, each named; click one to show it."""
     return share_scales([_tiles(each.attention(at.ids, at.layer).numpy(), at) for each in at.subjects])
 
