@@ -97,6 +97,7 @@ def test_attention_of_padded_and_packed_rows_is_that_of_each_context(family, ope
     for layer in model.attending:
         weights = model.attention(rows, layer, attention_mask=mask, position_ids=positions)
         torch.testing.assert_close(weights, expected[layer].to(weights), rtol=0, atol=1e-5)
+        assert torch.equal(model.attention(contexts, layer, 1), model.attention(contexts, layer)[:, [1]])
 
 
 def test_attention_says_what_it_cannot_give(opened):

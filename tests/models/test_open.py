@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,13 +47,30 @@ def test_a_pipeline_s_model_is_opened_with_its_tokenizer(checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    "rest", ["", "/", "/tree/v2", "/blob/v2/config.json", "?library=transformers", "#usage"]
+    "rest",
+    [
+        "",
+        "/",
+        "/tree/v2",
+        "/blob/v2/config.json",
+        "/blob/v2/model.safetensors",
+        "?library=transformers",
+        "#usage",
+    ],
 )
-def test_the_address_of_a_page_on_the_hub_names_its_model(rest: str) -> None:
-    found = Checkpoint.at(f"https://huggingface.co/someone/their-model.v1{rest}", None)
+@pytest.mark.parametrize("scheme", ["https://", ""])
+def test_the_address_of_a_page_on_the_hub_names_its_model(rest: str, scheme: str) -> None:
+    found = Checkpoint.at(f"{scheme}huggingface.co/someone/their-model.v1{rest}", None)
     assert (found.place, found.id) == ("someone/their-model.v1",) * 2
     assert found.revision == ("v2" if "v2" in rest else None)
     assert Checkpoint.at("https://huggingface.co/gpt2/tree/refs%2Fpr%2F1", None).revision == "refs/pr/1"
+
+
+def test_a_file_that_is_cut_short_says_so(checkpoint, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "cut")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-1000])
+    _refused(str(folder), UsageError, "cut short or damaged, download it again")
 
 
 @pytest.mark.parametrize("path", ["datasets/o/n", "o/n/blob/main/model-Q4.gguf", "spaces/o/n"])

@@ -303,10 +303,7 @@ def test_what_is_at_the_noise_floor_everywhere_is_not_judged() -> None:
 
 def test_massive_tokens_are_named(run: Run) -> None:
     text = told(with_layers(run, massive_tokens=[0, 1, 2, 0]), "Outliers")
-    assert (
-        "for massive activations, at most 2 tokens in a layer: ‘<script>alert(1)</script>’ (context 4, "
-        in text
-    )
+    assert "these have faded, at most 2 tokens in a layer: ‘<script>alert(1)</script>’ (context 4, " in text
     assert "position 3, layers 1–2) and" in text
     assert "‘␣=’ (context 5, position 1, layer 2)" in text
 

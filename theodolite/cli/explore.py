@@ -39,7 +39,7 @@ _GRADIO = dict.fromkeys(("GRADIO_ANALYTICS_ENABLED", "GRADIO_MCP_SERVER", "GRADI
 class _SurveyText(Text):
     contexts: int | None = contexts_option(32)
 
-    default_contexts: ClassVar[int] = 32  # takes seconds, and is enough for a mean at each position
+    default_contexts: ClassVar[int] = 32  # takes a minute, and is enough for a mean at each position
 
 
 def explore_command(

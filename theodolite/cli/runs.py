@@ -17,7 +17,7 @@ from theodolite.cli.screen import one_line_errors, print_json, say_dimly, screen
 from theodolite.errors import UsageError
 from theodolite.system import run_folders
 from theodolite.system.files import check_target
-from theodolite.system.wording import counted
+from theodolite.system.wording import counted, model_name
 
 ALWAYS = ("folder", "kind", "model", "corpus", "date")
 
@@ -48,11 +48,12 @@ def runs_command(
             return
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name in columns:
-            table.add_column(name.replace("_", " "), overflow="fold")
+            table.add_column(name.replace("_", " "))
         for run in runs:
+            run = run | {"model": model_name(run["model"])}  # a path would take the width of the screen
             values = (run.get(name) for name in columns)
             table.add_row(*("–" if value is None else escape(str(value)) for value in values))
-        Console(soft_wrap=True).print(table)
+        Console(width=1000, soft_wrap=True).print(table)  # the terminal breaks what is wider than it
 
 
 def described(folder: Path) -> dict[str, Any]:

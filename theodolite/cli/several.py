@@ -190,7 +190,12 @@ def compare_command(
         runs = [is_run(model) for model in models]
         if any(runs) and not all(runs):
             other = models[runs.index(False)]
-            raise UsageError(f"{other} is no run folder but others are: give either runs or models")
+            what = (
+                "is no run folder but others are"
+                if Path(other).exists()
+                else "does not exist, and others are run folders"
+            )
+            raise UsageError(f"{other} {what}: give either runs or models")
         if all(runs):
             refuse_unread("run folders are compared without a model or a text", text.given())
             folders = models

@@ -122,7 +122,9 @@ def task_manager(tasks: Sequence[str], folder: str | Path | None) -> tuple[Any, 
     if folder is not None:
         include_path = str(Path(folder).resolve())
         if not Path(folder).is_dir():
-            raise UsageError(f"there is no folder {folder}: give one with tasks as YAML")
+            raise UsageError(
+                f"there is no folder {folder}: give one with tasks as YAML, or a task's name to --task"
+            )
         manager = TaskManager(include_path=include_path, include_defaults=False)
         names = names or manager.all_subtasks
         if not names:

@@ -98,7 +98,9 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
             names = [head_name(*place) for place in subjects[0].model.places]
             head = gr.Dropdown(names, value=start, label="head", elem_id="head")
             measures = panels.measures_of(subjects)
-            measure = gr.Dropdown(measures, value=MEASURE, label="head map of", elem_id="measure")
+            measure = gr.Dropdown(
+                measures, value=MEASURE, label="head map of", elem_id="measure", min_width=240
+            )
             log = gr.Checkbox(label="logarithmic attention", elem_id="log")
         with gr.Row():
             sides = [_side(subject.name if len(subjects) > 1 else "") for subject in subjects]
@@ -168,7 +170,7 @@ def build(subjects: Sequence[Subject]) -> gr.Blocks:
                 refused = html("refusal", visible(error))
             offered = panels.measures_of(subjects)
             chosen = asked["map"] if asked.get("map") in {value for _, value in offered} else settings[0]
-            yield {measure: gr.Dropdown(choices=offered, value=chosen), log: "log" in asked}
+            yield {head: name, measure: gr.Dropdown(choices=offered, value=chosen), log: "log" in asked}
             for update in read(typed, name, chosen, "log" in asked):
                 yield update | ({message: refused} if refused else {})
 
@@ -229,7 +231,10 @@ def _address(prompt_text: str, at: Selection) -> str:
 
 def _title(subjects: Sequence[Subject]) -> str:
     names = [visible(subject.name, 80) for subject in subjects]
-    read = [f"{subtitle(each.provenance)}, surveyed {text_line(each.provenance)}" for each in subjects]
+    read = [
+        f"{subtitle(each.provenance)}; panels of a text are measured {text_line(each.provenance)}"
+        for each in subjects
+    ]
     lines = [f"{name}: {what}" for name, what in zip(names, read, strict=True)]
     shared = "Both models share all scales: a colour or shade means the same on either side."
     return html("title", names, [*lines, shared] if len(lines) > 1 else lines)

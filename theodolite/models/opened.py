@@ -228,7 +228,7 @@ class OpenModel:
         self,
         ids: Int[Tensor, "contexts positions"] | Sequence[int],
         layer: int,
-        heads: Sequence[int] | None = None,
+        heads: Sequence[int] | int | None = None,
         *,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -238,7 +238,7 @@ class OpenModel:
 
         Args:
             ids: token ids (contexts, positions); of a single context they may be (positions).
-            heads: those wanted, in this order; None: all.
+            heads: those wanted, in this order, or the number of one; None: all.
             attention_mask, position_ids: of padded or packed rows, as `Corpus.from_ids` takes them; each context is
                 read by itself, and all must be as long as each other.
             generate: tokens that the model writes behind each context, the most probable each time, to be read with it.
@@ -253,7 +253,11 @@ class OpenModel:
         check_whole(layer=layer, generate=generate)
         contexts = contexts_of_one_length(whole_ids(ids), attention_mask, position_ids)
         self.check_place(layer)
-        chosen = list(range(self.heads_of[layer]) if heads is None else heads)
+        chosen = (
+            [heads]
+            if isinstance(heads, int)
+            else list(range(self.heads_of[layer]) if heads is None else heads)
+        )
         for head in chosen:
             self.check_place(layer, head)
         self.check_tokens(contexts)

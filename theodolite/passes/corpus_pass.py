@@ -93,7 +93,9 @@ def check_fit(
     `text_alone` says what it is for, where nothing but token ids is read: no images, and no sources.
     """
     if not isinstance(model, OpenModel):
-        raise UsageError(f"this needs a model from open_model(NAME), not {type(model).__name__}")
+        raise UsageError(
+            f"this needs a model from open_model, not {type(model).__name__}: give open_model(it)"
+        )
     if not isinstance(corpus, Corpus):
         raise UsageError(f"this needs a Corpus, such as Corpus.from_path(…), not {type(corpus).__name__}")
     if text_alone is not None and not corpus.text_alone:

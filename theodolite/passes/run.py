@@ -250,7 +250,12 @@ def finished_run(work: Unfinished) -> Run | None:
     if out is None or not out.exists():
         return None
     if out.is_dir() and not any(out.iterdir()):
-        out.rmdir()
+        try:
+            out.rmdir()
+        except OSError as error:  # a mount point
+            raise UsageError(
+                f"{out} cannot be replaced by a run: choose a folder in it, {out / 'run'}"
+            ) from error
         return None
     run_folders.check_out(out)
     run = Run.load(out)

@@ -465,7 +465,8 @@ def massive_line(run: Run) -> str:
     if not names:
         return ""
     most = counted(int(np.nan_to_num(data.value_of(run, "massive_tokens")).max()), "token")
-    return f"Left out of position and context for massive activations, at most {most} in a layer: {listed(names, 4)}."
+    why = "for massive activations, and behind them until these have faded"
+    return f"Left out of position and context {why}, at most {most} in a layer: {listed(names, 4)}."
 
 
 def _heads(run: Run) -> Iterator[str]:

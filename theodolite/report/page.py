@@ -145,7 +145,8 @@ def environment() -> jinja2.Environment:
 def block_of(exhibit: Exhibit) -> dict[str, Any]:
     """Return an exhibit as templates take it: itself, its figure as JSON, and the choices of its picker."""
     figure, choice = exhibit.figure, exhibit.choice
-    x_axes = (axis.domain[0] for axis in figure.select_xaxes() if axis.domain is not None)
+    x_axes = {axis.domain[0] for axis in figure.select_xaxes() if axis.domain is not None}
+    bars = {trace.colorbar.x for trace in figure.select_traces("heatmap")}
     groups: dict[str, list[Option]] = {}
     by_key = {option.key: option for option in choice.options} if choice else {}
     for option in by_key.values():
@@ -154,7 +155,8 @@ def block_of(exhibit: Exhibit) -> dict[str, Any]:
         "exhibit": exhibit,
         "json": figure_json(figure, choice.variants() if choice else {}),
         "height": int(figure.layout.height or style.HEIGHT),
-        "broad": len(set(x_axes)) > 1,  # panels side by side, which a phone must not squeeze
+        "broad": max(len(x_axes), len(bars))
+        > 1,  # panels or scales side by side, which a phone must not squeeze
         "options": list(groups.items()),
         "chosen": choice.options[choice.start] if choice else None,
         "small": [by_key[key] for key in choice.grid if key in by_key] if choice else [],

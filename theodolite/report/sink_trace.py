@@ -33,7 +33,8 @@ def show_trace(outcome: Outcome, run: Run) -> None:
     if "written_from" in (corpus := run.provenance["corpus"]):
         outcome.read("written by the model", f"positions {corpus['written_from']} to {corpus['length'] - 1}")
     model = run.provenance["model"]
-    outcome.read("heads that have a sink", f"{len(heads)} of {int(model['layers'] * model['heads'])}")
+    looked_at = len(model.get("chosen_layers") or range(model["layers"])) * model["heads"]
+    outcome.read("heads that have a sink", f"{len(heads)} of {looked_at}")
     if not len(traces):
         return
     for kind, name in KIND_NAMES.items():

@@ -17,8 +17,8 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # as PEFT 
 PART_OF_GGUF = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # a file of a split model
 
 PAGE = re.compile(
-    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)([\w.-]+(?:/[\w.-]+)?)"
-    r"(?:/(?:tree|blob|resolve)/([^/?#]+)(?:/config\.json)?)?/?(?:[?#].*)?"
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/)([\w.-]+(?:/[\w.-]+)?)"
+    r"(?:/(?:tree|blob|resolve)/([^/?#]+)(?:/[^/?#]+\.(?:json|safetensors))?)?/?(?:[?#].*)?"
 )
 """The address of a model's page on the hub: its name, and the revision where one is shown."""
 

@@ -78,8 +78,10 @@ def test_the_largest_share_of_many_sinks_must_be_larger():
 def test_a_text_without_sinks_is_not_judged(tmp_path):
     model = open_model(planted.write("gpt2", tmp_path / "model"))
     outcome = outcome_of("sinks/trace")
-    run = trace_sinks(model, torch.arange(40).view(2, 20))
+    run = trace_sinks(model.only([0]), torch.arange(40).view(2, 20))
     show_trace(outcome, run)
-    assert [reading.quantity for reading in outcome.readings] == ["heads that have a sink"]
+    assert [(reading.quantity, reading.here) for reading in outcome.readings] == [
+        ("heads that have a sink", f"0 of {model.heads}")
+    ]
     judge_trace(outcome, run)
     assert {verdict.answer for verdict in outcome.verdicts} == {"not testable here"}

@@ -355,7 +355,10 @@ def reason_of(error: BaseException) -> str:
         return " ".join(str(error).split())  # the field, and what is wrong with it
     if "ignore_mismatched_sizes" in str(error):  # whose advice is for callers of transformers
         return "the shapes of its tensors are not those that its config.json asks for"
-    return first_line(error) or type(error).__name__
+    damaged = (
+        ": a file is cut short or damaged, download it again" if isinstance(error, SafetensorError) else ""
+    )
+    return (first_line(error) or type(error).__name__) + damaged
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:

@@ -278,7 +278,7 @@ document.addEventListener("DOMContentLoaded", () => {
         const select = document.createElement("select");
         select.setAttribute("aria-label", `Only rows of one ${isHead ? "block" : heading.textContent}`);
         const values = new Set(rows().flatMap((row) => words(row.cells[place], isHead)));
-        select.append(Object.assign(option(isHead ? "every block" : `all ${heading.textContent}`), { value: "" }), ...[...values].map(option));
+        select.append(Object.assign(option(`every ${isHead ? "block" : heading.textContent}`), { value: "" }), ...[...values].map(option));
         select.addEventListener("change", update);
         picks.push({ place, isHead, select });
       }
