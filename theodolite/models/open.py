@@ -100,13 +100,7 @@ def open_model(
     except TheodoliteError:
         raise
     except loading.LOADING_ERRORS as error:
-        reason = loading.reason_of(error)
-        if checkpoint.local:
-            raise UsageError(f"cannot open {place}: {reason}") from error
-        raise UsageError(
-            f"there is no folder {place}, and it cannot be opened from the hub: {reason} (with HF_HUB_OFFLINE=1 no "
-            "network is waited for)"
-        ) from error
+        raise UsageError(f"cannot open {place}: {loading.reason_of(error)}") from error
     if device_map is None:
         model = model.to(target)  # type: ignore[arg-type]
     model = model.eval().requires_grad_(False)

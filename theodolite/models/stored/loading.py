@@ -92,10 +92,19 @@ class Checkpoint:
         return cls(local or place, local, embedded.NAME if path_or_id is None else str(place), revision)
 
     def of_one_commit(self) -> Checkpoint:
-        """Fix the revision to the commit that it is now, so that all that is read of a hub model is of one."""
+        """Fix the revision to the commit that it is now, so that all that is read of a hub model is of one.
+
+        `UsageError` where the hub, or what was kept of it, does not have the model.
+        """
         if self.local:
             return self
-        config = cached_file(str(self.place), CONFIG_NAME, revision=self.revision)
+        try:
+            config = cached_file(str(self.place), CONFIG_NAME, revision=self.revision)
+        except OSError as error:
+            raise UsageError(
+                f"there is no folder {self.place}, and it cannot be opened from the hub: {reason_of(error)} (with "
+                "HF_HUB_OFFLINE=1 no network is waited for)"
+            ) from error
         commit = extract_commit_hash(config, None)
         options: dict[str, Any] = {"_raise_exceptions_for_connection_errors": False}
         if index := file_of(self.place, SAFE_WEIGHTS_INDEX_NAME, commit, **options):
