@@ -276,7 +276,7 @@ def intervals(estimates: Mapping[str, Estimate], x: str, axis: Mapping[str, Any]
     """Draw estimates below one another, by name, with their 95 % intervals; `x`: what they are."""
     names = ["<br>".join(textwrap.wrap(name, 44)) for name in estimates]
     values, margins = np.array([(of.value, of.margin) for of in estimates.values()]).T
-    own: dict[str, Any] = {"mode": "markers+text", "textposition": "middle right", "cliponaxis": False}
+    own: dict[str, Any] = {"mode": "markers+text", "textposition": "top center", "cliponaxis": False}
     own |= {"marker": {"size": 11}, "error_x": style.error_bars(margins)}
     texts, hover = [number(value) for value in values], "%{y}: %{x:.3g}<extra></extra>"
     shown = dots(values, names, texts, None, style.BLUE, hover, **own)

@@ -66,6 +66,10 @@ def test_curves_are_the_layer_table(run: Run) -> None:
     keys = run.arrays["visible_keys"]
     other = replace(run, arrays={**run.arrays, "visible_keys": keys * 0 + keys.shape[1]})
     np.testing.assert_allclose(entropy_limits(other), math.log(24), rtol=1e-6)  # every query sees every key
+    sinks = run.heads.assign(sink_learned=np.where(run.heads["layer"] == 1, 0.2, 0.0))
+    limits = entropy_limits(replace(other, heads=sinks))
+    np.testing.assert_allclose(limits[1], math.log(25), rtol=1e-6)  # and a learned sink, which is no key
+    np.testing.assert_allclose(limits[0], math.log(24), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

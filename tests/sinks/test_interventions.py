@@ -529,7 +529,7 @@ NAN = torch.full((WIDTH,), torch.nan)
             r"shape \(31,\): it must have the model's width 32",
         ),
         (lambda m: ablate_direction(m, 0, 0, NAN), "be finite and not zero"),
-        (lambda m: ablate_direction(m, 0, 0, _unwritten(m)), "head 0 of layer 0 writes nothing along"),
+        (lambda m: ablate_direction(m, 0, 0, _unwritten(m)), "L0H0 writes nothing along"),
         (
             lambda m: ablate_direction(m, 0, 0, _direction(), queries=[-2]),
             "query positions are .-2.: give whole numbers from 0 on",

@@ -134,8 +134,8 @@ def test_messages_name_place_value_trend_and_remedy():
     alarms += [Alarm(300, RANK, layer, None, 0.03, -0.1, collapsed=True) for layer in (4, 0)]
     entropy, rank = alarm_lines(alarms)
     assert entropy == (
-        "step 300: entropy collapse in layer 2 head 0: entropy over its maximum 0.08, reaches 0 in about "
-        "80 steps (also layer 2 head 1, layer 2 head 2, layer 2 head 3 and 1 more); " + ADVICE[ENTROPY]
+        "step 300: entropy collapse in L2H0: entropy over its maximum 0.08, reaches 0 in about "
+        "80 steps (also L2H1, L2H2, L2H3 and 1 more); " + ADVICE[ENTROPY]
     )
     assert "rank collapse after block 3: relative residual 0.03, collapsed (also before block 0); " in rank
     assert Alarm(0, VANISHING, 1, 0, 0.3, 0.0).trend == "ρ 0.3, not falling any more"

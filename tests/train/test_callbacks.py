@@ -122,11 +122,11 @@ def test_a_training_its_log_and_its_terminal_are_the_same_without_us(tmp_path, c
 def test_an_alarm_is_warned_logged_and_recorded(tmp_path):
     """Oracle: the head that `Ruin` ruins."""
     run = trainer(tmp_path, Ruin(), GeometryCallback(BATCH, every=1), report_to="tensorboard", max_steps=10)
-    words = r"entropy collapse in layer 1 head 1: .* (reaches 0 in about|collapsed)"
+    words = r"entropy collapse in L1H1: .* (reaches 0 in about|collapsed)"
     with pytest.warns(GeometryWarning) as caught:
         run.train()
     assert any(re.search(words, str(warning.message)) for warning in caught)
-    assert any("layer 1 head 1" in text for _, text in logged(run, "geometry/alarm"))
+    assert any("L1H1" in text for _, text in logged(run, "geometry/alarm"))
     lines = (tmp_path / "geometry" / "alarms.jsonl").read_text().splitlines()
     assert {(alarm["layer"], alarm["head"]) for alarm in map(json.loads, lines)} == {(1, 1)}
     assert "train/geometry/alarm/text_summary" in events_in(tmp_path).Tags()["tensors"]

@@ -182,9 +182,9 @@ def test_warnings_name_head_and_trend():
     with pytest.warns(GeometryWarning) as caught:
         train()
     expected = (  # the entropy is below its limit at once, ρ falls first
-        "entropy collapse in layer 0 head 1: entropy .*, collapsed",
-        r"vanishing signal in layer 0 head 1: ρ .*, reaches 0 in about \d steps",
-        "vanishing signal in layer 0 head 1: ρ .*, collapsed",
+        "entropy collapse in L0H1: entropy .*, collapsed",
+        r"vanishing signal in L0H1: ρ .*, reaches 0 in about \d steps",
+        "vanishing signal in L0H1: ρ .*, collapsed",
     )
     for words, warning in zip(expected, caught, strict=True):
         assert re.fullmatch(rf"step \d+: {words}; .*", str(warning.message))
@@ -240,6 +240,13 @@ def test_scalars_by_hand():
     }
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """A stream, which has `__getitem__` all the same, by inheritance."""
+
+    def __iter__(self):
+        return iter([])
+
+
 @pytest.mark.parametrize(
     ("lengths", "expected"), [([20] * 5, (3, 16)), ([4, 20, 9, 12, 3], (3, 9)), ([4, 10], (1, 10))]
 )
@@ -255,6 +262,7 @@ def test_the_monitor_batch_takes_the_first_long_enough_rows(lengths, expected):
     assert monitor_batch([padded]).tolist() == [list(range(2, 12))]
     for data in (
         (n for n in range(3)),
+        Stream(),
         None,
         [{"labels": [1]}],
         [],

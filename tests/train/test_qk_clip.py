@@ -203,7 +203,7 @@ def test_wrong_calls_are_refused():
     not_finite = torch.tensor([[0.0] * 4, [0.0, torch.nan, 0.0, 0.0], [200.0] * 4])
     for largest, words in (
         (torch.zeros(4), r"shape \(4,\): give \(3, 4\), \(layers, heads\)"),
-        (not_finite, "largest logits of layer 1 are NaN or infinite"),
+        (not_finite, "largest logits of block 1 are NaN or infinite"),
     ):
         with pytest.raises(UsageError, match=words):
             clip(largest)

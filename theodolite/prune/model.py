@@ -139,6 +139,7 @@ class _Pruning:
         self.batch = batch_of(corpus, options.batch, TOKENS_A_BATCH)
         if options.out is not None:
             refuse_inside(Path(options.out), model.id)
+            _ = model.hf  # or it refuses: a checkpoint is one of transformers
         self.matrices = _without_skipped(model, options)
         self.every = list(chain(*self.matrices))
         self._set_shares()

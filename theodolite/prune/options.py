@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,12 @@ DAMPING = 0.1  # of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 20
 TOKENS_A_BATCH = 1024  # default batch: what a block computes of so many tokens stays in a processor's cache
 
 # Options that not every method reads, and which do.
-OF_METHOD = {"rank_ratio": ("oats",), "exact": ("oats", "sparsegpt", "wanda"), "damping": ("sparsegpt",)}
+OF_METHOD = {
+    "rank_ratio": ("oats",),
+    "exact": ("oats", "sparsegpt", "wanda"),
+    "damping": ("sparsegpt",),
+    "iterations": ("oats",),
+}
 
 Sparsity = float | Sequence[float] | Callable[[int, str], float | None] | None
 """One number for all blocks, one per block, or a function of block and name of the matrix; None: the pattern's."""
@@ -71,6 +77,10 @@ class PruningOptions:
             check_ratio(self.rank_ratio)
         check_whole(iterations=self.iterations, seed=self.seed)
         check_number(damping=self.damping)
+        if not 0 <= self.damping < math.inf or self.iterations < 1:
+            raise UsageError("damping is a number from 0 on, and iterations one from 1 on")
+        if isinstance(self.skip, str):
+            raise UsageError(f"skip is a list of patterns: give [{self.skip!r}]")
         return replace(
             self, iterations=int(self.iterations), seed=int(self.seed), damping=float(self.damping)
         )

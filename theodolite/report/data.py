@@ -209,8 +209,14 @@ def grid_of(run: Run) -> PatchGrid | None:
 
 
 def entropy_limits(run: Run) -> Floats:
-    """Compute the highest entropy in nats of each query of each block: ln of the keys that it sees, (L, T)."""
-    return np.log(np.maximum(need(run, "visible_keys"), 1))
+    """Compute the highest entropy in nats of each query of each block, (L, T): ln of the keys that it sees.
+
+    A learned sink column is one more outcome beside the keys.
+    """
+    outcomes = np.array(need(run, "visible_keys"))
+    if (learned := column(run.heads, "sink_learned")) is not None:
+        outcomes[run.heads["layer"][learned > 0].unique()] += 1
+    return np.log(np.maximum(outcomes, 1))
 
 
 def entropy_share(run: Run) -> Floats | None:

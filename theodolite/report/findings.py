@@ -570,9 +570,9 @@ def _against_published(run: Run) -> Iterator[tuple[float, str]]:
         ("rank_screenot", "The positional rank, as published,", rank, with_error),
     ):
         value, error = data.layer_mean(run, name) or (0.0, 0.0)
-        if value <= 0:
-            continue
         margin = 1.96 * max(error, 0.0)
+        if value <= margin:  # not known to be above 0
+            continue
         times = max((value - margin) / expected, expected / (value + margin))
         if times > 1:
             ratio = f"{number(value / expected, 2)} times the {show(expected, 0.0)}"

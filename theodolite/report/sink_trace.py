@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 
 from theodolite.estimates import Floats
 from theodolite.passes.run import Run
-from theodolite.report import style
+from theodolite.report import data, style
 from theodolite.report.drawing.grammar import heat, map_height
 from theodolite.report.drawing.heads import KIND_NAMES, sink_name
 from theodolite.report.outcome import Heading, Outcome
@@ -38,6 +38,8 @@ def show_trace(outcome: Outcome, run: Run) -> None:
     if not len(traces):
         return
     for kind, name in KIND_NAMES.items():
+        if kind == "local" and not data.provenance(run, "fingerprint", "local_sinks"):
+            continue  # they were not looked for
         rows, summary = traces[traces["kind"] == kind], "none"
         if count := rows.groupby(["layer", "head"]).ngroups:
             caught = percent(float(rows["caught"].sum()) / count)

@@ -24,6 +24,7 @@ from theodolite.models.doors.answers import Answer
 from theodolite.models.doors.taps import intervened
 from theodolite.models.guard import guarded
 from theodolite.models.weights.weight_map import Projection, find_projections, replaced
+from theodolite.system.wording import head_name
 from theodolite.theory.singular import by_gram_matrix
 
 Positions = int | Sequence[int] | Tensor
@@ -77,7 +78,7 @@ def ablate_direction(
     with guarded(model.root):
         weights = model.output_weights(layer)[head]
         backwards = torch.linalg.pinv(weights)
-        unit, share = _writable_part(direction, weights, backwards, f"head {head} of layer {layer}")
+        unit, share = _writable_part(direction, weights, backwards, head_name(layer, head))
         along = unit
         if control is not None:
             rank = int(torch.linalg.matrix_rank(weights))

@@ -11,7 +11,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from theodolite.estimates import Floats
-from theodolite.system.wording import counted
+from theodolite.system.wording import counted, head_name
 from theodolite.train.geometry import Geometry, residual_place
 
 Flags = NDArray[np.bool_]
@@ -70,8 +70,8 @@ class Alarm:
 
     @property
     def place(self) -> str:
-        """`in layer 2 head 5`; of the residual stream `after block 1` (residual layer 2), `before block 0`."""
-        return residual_place(self.layer) if self.head is None else f"in layer {self.layer} head {self.head}"
+        """`in L2H5`; of the residual stream `after block 1` (residual layer 2), `before block 0`."""
+        return residual_place(self.layer) if self.head is None else f"in {head_name(self.layer, self.head)}"
 
     @property
     def trend(self) -> str:

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +253,9 @@ def monitor_batch(
 ) -> Int[Tensor, "contexts positions"]:
     """Make a monitor batch of the first long enough rows of a data set; `UsageError` where it has none to give."""
     found: list[Tensor] = []
-    for index in range(min(len(rows), SEARCHED) if hasattr(rows, "__getitem__") else 0):
+    for index in range(
+        min(len(rows), SEARCHED) if isinstance(rows, Sized) and hasattr(rows, "__getitem__") else 0
+    ):
         row = rows[index]
         if "input_ids" not in row:
             break

@@ -110,7 +110,7 @@ class QKClip:
         for layer, heads in enumerate(self._heads_of):
             if not logits[layer, :heads].isfinite().all():
                 raise UsageError(
-                    f"largest logits of layer {layer} are NaN or infinite: go back to a checkpoint"
+                    f"largest logits of block {layer} are NaN or infinite: go back to a checkpoint"
                 )
         return logits
 

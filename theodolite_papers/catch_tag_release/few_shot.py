@@ -23,7 +23,7 @@ from theodolite import Corpus, OpenModel, Run, trace_sinks
 from theodolite.attention.catches import attend_and_catch
 from theodolite.attention.inputs import AttentionInputs
 from theodolite.comparison.parts import tags as survival_of_tags
-from theodolite.comparison.survival import NEW, SURVIVED
+from theodolite.comparison.survival import NEW, SURVIVED, UNDECIDED
 from theodolite.estimates import Estimate, Floats
 from theodolite.evaluate.few_shot import FewShotPrompts, prompts_for
 from theodolite.evaluate.scores import mean_and_error
@@ -97,7 +97,7 @@ def figure_3(study: Study, outcome: Outcome) -> None:
         sinks = pruned_sinks.measured_once(study, name, model)
         kept, more = pruned_sinks.kept_sinks(untouched, sinks), pruned_sinks.loss_difference(untouched, sinks)
         tags = tags_kept(traced, trace_sinks(model, measured, show_progress=study.show))
-        words = f"keeps {percent(kept.value)} of the dense model's sinks and {tags} of their tags"
+        words = f"keeps {percent(kept.value)} of the dense model's sinks and {tags}"
         outcome.read(f"{name}, beside examples", f"{words}; {more.value:.2f} nats more")
         if name == OATS:
             for of, control in ((WITHOUT, None), (RANDOM_TERMS, 0)):
@@ -115,8 +115,12 @@ def tags_kept(before: Run, after: Run) -> str:
     """Report the share of the tags of one trace that another has, weighted by what they catch and explain."""
     table = survival_of_tags(before, after).table
     weights = table["tagged_before"].where(table["status"] != NEW, 0.0)
-    kept = weights[table["status"] == SURVIVED].sum()
-    return percent(float(kept / weights.sum())) if weights.any() else "none"
+    kept, undecided = (weights[table["status"] == of].sum() / weights.sum() for of in (SURVIVED, UNDECIDED))
+    if not weights.any():
+        return "none of their tags: it has none"
+    return f"{percent(kept)} of their tags" + (
+        f", of {percent(undecided)} it is not known" if undecided else ""
+    )
 
 
 def show_accuracy(outcome: Outcome, answers: Mapping[str, Answers], tasks: Sequence[str]) -> None:

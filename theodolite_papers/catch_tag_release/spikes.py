@@ -111,7 +111,9 @@ def spikes(study: Study, outcome: Outcome) -> None:
     outcome.contexts = 0  # more of them would not be read
     if not massive.dimensions.any():
         for key in outcome.declared.claims:
-            outcome.cannot_judge(key, "no activation is massive by the published rule", name=REMOVED)
+            outcome.cannot_judge(
+                key, "no activation is massive by the published rule", name="massive activations"
+            )
         return
     by_name, prompts = ablations(model, massive), prompts_for(model, PROMPTS, SEED)
 

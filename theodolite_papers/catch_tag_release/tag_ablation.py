@@ -7,6 +7,7 @@ error of a mean of paired differences. The groups of tokens are those of the unt
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -186,7 +187,7 @@ def _contexts_with_sinks(
             break
     if not chosen:
         raise UsageError(
-            f"head {head} of layer {layer} has no sink in this text: choose another --layer and --head"
+            f"{head_name(layer, head)} has no sink in this text: choose another --layer and --head"
         )
     return torch.stack(chosen[:CONTEXTS]), groups[:CONTEXTS]
 
@@ -231,7 +232,8 @@ def _mean(values: Tensor) -> Estimate:
 def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
     """Draw bars with standard errors: one group per ablation and measure, ablation and control side by side."""
     shown = table[table["measure"].isin(measures)]
-    names = [for_plotly(f"{row.ablation}: {row.measure}") for row in shown.itertuples()]
+    labels = (f"{row.ablation}: {row.measure}" for row in shown.itertuples())
+    names = ["<br>".join(map(for_plotly, textwrap.wrap(label, 28))) for label in labels]
     looks = ("control", "control", style.GREY), ("change", "ablation", style.VERMILLION)
     traces = []
     for column, name, colour in looks:
@@ -240,7 +242,7 @@ def changes(table: pd.DataFrame, measures: list[str]) -> go.Figure:
         own: dict[str, Any] = {"orientation": "h", "error_x": errors}
         traces.append(bars(shown[column], names, name, colour, hover, **own))
     down = {"autorange": "reversed", "automargin": True}
-    layout = {"yaxis": down, "barmode": "group", "margin": {"l": 300}}
+    layout = {"yaxis": down, "barmode": "group"}
     return style.figure(traces, "change", height=150 + 46 * len(names), layout=layout)
 
 

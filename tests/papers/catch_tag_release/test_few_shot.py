@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from theodolite import Corpus, survey
 from theodolite.evaluate.few_shot import MOST_SHOTS, FewShotPrompts, few_shot_answers
 from theodolite.models import open_model
 from theodolite.models.hooks import Hooks, hooked
+from theodolite.sinks.trace import trace_sinks
 from theodolite_papers import EXPERIMENTS, Study
 from theodolite_papers.catch_tag_release import few_shot
 from theodolite_papers.catch_tag_release.ablated import (
@@ -42,6 +45,7 @@ from theodolite_papers.catch_tag_release.few_shot import (
     show_ablations,
     show_accuracy,
     tabulated,
+    tags_kept,
     texts_of,
 )
 from theodolite_papers.catch_tag_release.few_shot import RANDOM as RANDOM_DIRECTIONS
@@ -253,3 +257,13 @@ def test_the_experiments_run_on_the_embedded_model(monkeypatch):
     assert len(outcome.verdicts) == 4
     spikes = study.outcome(EXPERIMENTS["sinks/spikes"])
     assert set(answers_of(spikes)) == {"not testable here"}
+
+
+def test_tags_that_too_few_contexts_decide_are_not_counted_as_lost(sharp):
+    """Oracle: a trace beside itself has lost nothing, so what is kept and what is not known are all."""
+    run = trace_sinks(
+        open_model(sharp), torch.randint(20, (16, 24), generator=torch.Generator().manual_seed(0))
+    )
+    shares = [int(share) for share in re.findall(r"(\d+) %", tags_kept(run, run))]
+    assert shares[0] < 100
+    assert 99 <= sum(shares) <= 101

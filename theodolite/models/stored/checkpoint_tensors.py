@@ -57,7 +57,9 @@ class CheckpointTensors:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        sources = [source for source, name in self.names.items() if wanted(name)]
+        # Numbers of 64 bits are positions and counts that older files keep beside the weights.
+        kept = (source for source in self.names if self.kinds[source][1] != "I64")
+        sources = [source for source in kept if wanted(self.names[source])]
         if any(self.kinds[source][1] not in FLOATS for source in sources):
             raise CannotReadLazily(f"{what} is quantised")
         to = LoadStateDictConfig(

@@ -200,7 +200,7 @@ def _note(matrix: HeadMatrix, raw: bool) -> str:
     share = percent(matrix.share) if math.isfinite(matrix.share) else ""
     notes = ["the model's own logits" if matrix.name == QK else share]
     if raw and matrix.name != ATTENTION:
-        notes.append(" to ".join(map(number, _range(matrix.values))))
+        notes.append(f"{number(np.nanmin(matrix.values))} to {number(np.nanmax(matrix.values))}")
     return ", ".join(filter(None, notes))
 
 
