@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -15,7 +16,6 @@ from theodolite import Corpus, survey
 from theodolite.evaluate.few_shot import MOST_SHOTS, FewShotPrompts, few_shot_answers
 from theodolite.models import open_model
 from theodolite.models.hooks import Hooks, hooked
-from theodolite.sinks.trace import trace_sinks
 from theodolite_papers import EXPERIMENTS, Study
 from theodolite_papers.catch_tag_release import few_shot
 from theodolite_papers.catch_tag_release.ablated import (
@@ -45,7 +45,6 @@ from theodolite_papers.catch_tag_release.few_shot import (
     show_ablations,
     show_accuracy,
     tabulated,
-    tags_kept,
     texts_of,
 )
 from theodolite_papers.catch_tag_release.few_shot import RANDOM as RANDOM_DIRECTIONS
@@ -259,11 +258,12 @@ def test_the_experiments_run_on_the_embedded_model(monkeypatch):
     assert set(answers_of(spikes)) == {"not testable here"}
 
 
-def test_tags_that_too_few_contexts_decide_are_not_counted_as_lost(sharp):
-    """Oracle: a trace beside itself has lost nothing, so what is kept and what is not known are all."""
-    run = trace_sinks(
-        open_model(sharp), torch.randint(20, (16, 24), generator=torch.Generator().manual_seed(0))
-    )
-    shares = [int(share) for share in re.findall(r"(\d+) %", tags_kept(run, run))]
-    assert shares[0] < 100
-    assert 99 <= sum(shares) <= 101
+def test_tags_that_too_few_contexts_decide_are_not_counted_as_lost(monkeypatch):
+    """Oracle: of tags of weights 2, 1 and 1, beside a new one, by hand."""
+    statuses = ["survived", "lost", "undecided", "new"]
+    table = pd.DataFrame({"tagged_before": [2.0, 1.0, 1.0, 9.0], "status": statuses})
+    monkeypatch.setattr(few_shot, "survival_of_tags", lambda before, after: SimpleNamespace(table=table))
+    said = few_shot.tags_kept(None, None).replace("\N{NO-BREAK SPACE}", " ")
+    assert said == "50 % of their tags, of 25 % it is not known"
+    table["tagged_before"] = 0.0
+    assert few_shot.tags_kept(None, None) == "none of their tags: it has none"
