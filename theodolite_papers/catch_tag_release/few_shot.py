@@ -115,9 +115,9 @@ def tags_kept(before: Run, after: Run) -> str:
     """Report the share of the tags of one trace that another has, weighted by what they catch and explain."""
     table = survival_of_tags(before, after).table
     weights = table["tagged_before"].where(table["status"] != NEW, 0.0)
-    kept, undecided = (weights[table["status"] == of].sum() / weights.sum() for of in (SURVIVED, UNDECIDED))
     if not weights.any():
         return "none of their tags: it has none"
+    kept, undecided = (weights[table["status"] == of].sum() / weights.sum() for of in (SURVIVED, UNDECIDED))
     return f"{percent(kept)} of their tags" + (
         f", of {percent(undecided)} it is not known" if undecided else ""
     )
