@@ -253,9 +253,8 @@ def monitor_batch(
 ) -> Int[Tensor, "contexts positions"]:
     """Make a monitor batch of the first long enough rows of a data set; `UsageError` where it has none to give."""
     found: list[Tensor] = []
-    for index in range(
-        min(len(rows), SEARCHED) if isinstance(rows, Sized) and hasattr(rows, "__getitem__") else 0
-    ):
+    has_rows = isinstance(rows, Sized) and hasattr(rows, "__getitem__")  # streams of torch inherit the latter
+    for index in range(min(len(rows), SEARCHED) if has_rows else 0):
         row = rows[index]
         if "input_ids" not in row:
             break
