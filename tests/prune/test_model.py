@@ -390,7 +390,6 @@ BAD = {
     "batch is 1.5: give a whole number": {"batch": 1.5},
     "damping is a number from 0 on": {"method": "sparsegpt", "damping": math.nan},
     "iterations one from 1 on": {"method": "oats", "iterations": 0},
-    "wanda has no such option: leave out --iterations": {"method": "wanda", "iterations": 3},
     "skip is a list of patterns: give ['mlp.*']": {"skip": "mlp.*"},
     "damping is 'a': give a number": {"method": "sparsegpt", "damping": "a"},
     "sparsity is {'q': 0.5}": {"sparsity": {"q": 0.5}},

@@ -22,12 +22,7 @@ DAMPING = 0.1  # of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 20
 TOKENS_A_BATCH = 1024  # default batch: what a block computes of so many tokens stays in a processor's cache
 
 # Options that not every method reads, and which do.
-OF_METHOD = {
-    "rank_ratio": ("oats",),
-    "exact": ("oats", "sparsegpt", "wanda"),
-    "damping": ("sparsegpt",),
-    "iterations": ("oats",),
-}
+OF_METHOD = {"rank_ratio": ("oats",), "exact": ("oats", "sparsegpt", "wanda"), "damping": ("sparsegpt",)}
 
 Sparsity = float | Sequence[float] | Callable[[int, str], float | None] | None
 """One number for all blocks, one per block, or a function of block and name of the matrix; None: the pattern's."""
