@@ -21,8 +21,11 @@ def corpus() -> Corpus:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda model, corpus, run: survey("tiny", corpus), r"a model from open_model\(NAME\), not str"),
-        (lambda model, corpus, run: trace_sinks("tiny", corpus), r"open_model\(NAME\), not str"),
+        (
+            lambda model, corpus, run: survey("tiny", corpus),
+            r"a model from open_model, not str: give open_model\(it\)",
+        ),
+        (lambda model, corpus, run: trace_sinks("tiny", corpus), "open_model, not str"),
         (lambda model, corpus, run: find_outliers(model, "notes.txt"), NO_CORPUS),
         (lambda model, corpus, run: survey(model, "notes.txt"), NO_CORPUS),
         (lambda model, corpus, run: compare(model, model), "runs are compared, .* this is OpenModel"),

@@ -226,7 +226,7 @@ def check(found: Logged, folder: Path, alarm: bool = True) -> None:
     last = json.loads((folder / "alarms.jsonl").read_text().splitlines()[-1])
     _, text = found["geometry/alarm"][-1]
     assert f"step {last['step']}: " in text
-    assert f"layer {last['layer']} head {last['head']}" in text
+    assert f"L{last['layer']}H{last['head']}" in text
 
 
 @pytest.mark.slow
