@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -253,11 +253,8 @@ class OpenModel:
         check_whole(layer=layer, generate=generate)
         contexts = contexts_of_one_length(whole_ids(ids), attention_mask, position_ids)
         self.check_place(layer)
-        chosen = (
-            [heads]
-            if isinstance(heads, int)
-            else list(range(self.heads_of[layer]) if heads is None else heads)
-        )
+        heads = range(self.heads_of[layer]) if heads is None else heads
+        chosen = list(heads) if isinstance(heads, Iterable) else [heads]
         for head in chosen:
             self.check_place(layer, head)
         self.check_tokens(contexts)

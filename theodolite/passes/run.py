@@ -249,13 +249,7 @@ def finished_run(work: Unfinished) -> Run | None:
     out = work.out
     if out is None or not out.exists():
         return None
-    if out.is_dir() and not any(out.iterdir()):
-        try:
-            out.rmdir()
-        except OSError as error:  # a mount point
-            raise UsageError(
-                f"{out} cannot be replaced by a run: choose a folder in it, {out / 'run'}"
-            ) from error
+    if files.removed_if_empty(out):
         return None
     run_folders.check_out(out)
     run = Run.load(out)

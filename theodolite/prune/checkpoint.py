@@ -143,9 +143,7 @@ class UnfinishedPruning(Unfinished):
 
     def finished(self, form: str) -> Pruned | None:
         """Give the record of this pruning where `OUT` has it; `UsageError` where it holds anything else."""
-        if self.out.is_dir() and not any(self.out.iterdir()):
-            self.out.rmdir()
-        if not self.out.exists():
+        if files.removed_if_empty(self.out) or not self.out.exists():
             self.begin()
             return None
         try:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
 from theodolite.errors import UsageError
-from theodolite.prune.options import DAMPING, check_sparsity
+from theodolite.prune.options import DAMPING, MOST_DAMPING, check_damping, check_sparsity
 from theodolite.theory.checks import check_finite
 
 INPUTS_AT_ONCE = 128  # a block of SparseGPT, whose entries are selected jointly, as in the released code
@@ -23,7 +23,6 @@ SUBBLOCK = 16  # inputs per matrix product within a block, where no pattern sets
 _FACTORED_AT_ONCE = 512  # inputs a step of the factorisation of a Hessian
 _STRIP = 2048  # columns of what is left that are updated together
 ROWS = 1024  # rows of a matrix of which there is a copy at a time
-_MAX_DAMPING = 1e12  # in mean diagonals: a matrix that needs more is far from positive semidefinite
 AGREEMENT = 1e-3  # tolerance between a given sparsity and that of a pattern, such as 0.333 for 1/3
 
 _NEAR = 0.05  # share of itself by which a threshold is moved to see how many entries it passes
@@ -96,15 +95,14 @@ def factor_hessian(hessian: Tensor, damping: float = DAMPING, *, overwrite: bool
     """
     if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1]:
         raise UsageError(f"hessian has shape {tuple(hessian.shape)}: give (inputs, inputs)")
-    if not 0 <= damping < _MAX_DAMPING:
-        raise UsageError(f"damping is {damping}: give a number from 0 on")
+    check_damping(damping)
     upper = hessian.detach().to(torch.float64, copy=not overwrite)
     check_finite("hessian", upper)
     diagonal = upper.diagonal().clone()
     dead = diagonal == 0
     diagonal[dead] = 1
     mean = float(diagonal.mean())
-    while damping < _MAX_DAMPING:
+    while damping < MOST_DAMPING:
         upper.diagonal().copy_(diagonal + damping * mean)
         if _factor(upper):
             return HessianFactor(upper.triu_(), dead, damping)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ FORMS = ("merged", "factored", ADAPTER)  # how a pruned checkpoint is written
 RANK_RATIO = 0.25  # of OATS κ, the share of the kept parameters in the low-rank part, as published
 ITERATIONS = 80  # of OATS, as published
 DAMPING = 0.1  # of SparseGPT, in mean diagonals of the Hessian (Zhang et al. 2025, appendix D; its own code has 0.01)
+MOST_DAMPING = 1e12  # a matrix that needs more is far from positive semidefinite
 TOKENS_A_BATCH = 1024  # default batch: what a block computes of so many tokens stays in a processor's cache
 
 # Options that not every method reads, and which do.
@@ -72,8 +72,9 @@ class PruningOptions:
             check_ratio(self.rank_ratio)
         check_whole(iterations=self.iterations, seed=self.seed)
         check_number(damping=self.damping)
-        if not 0 <= self.damping < math.inf or self.iterations < 1:
-            raise UsageError("damping is a number from 0 on, and iterations one from 1 on")
+        check_damping(self.damping)
+        if self.iterations < 1:
+            raise UsageError(f"iterations is {self.iterations}: give a number from 1 on")
         if isinstance(self.skip, str):
             raise UsageError(f"skip is a list of patterns: give [{self.skip!r}]")
         return replace(
@@ -97,6 +98,12 @@ class PruningOptions:
     def moments_damping(self) -> float | None:
         """The damping of full second moments; None where their diagonals are enough."""
         return self.damping if self.method == "sparsegpt" else None
+
+
+def check_damping(damping: float) -> None:
+    """Raise `UsageError` where a damping is negative, NaN, or larger than any that could help."""
+    if not 0 <= damping < MOST_DAMPING:
+        raise UsageError(f"damping is {damping}: give a number from 0 on")
 
 
 def check_sparsity(sparsity: object) -> float:

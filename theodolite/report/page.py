@@ -155,8 +155,8 @@ def block_of(exhibit: Exhibit) -> dict[str, Any]:
         "exhibit": exhibit,
         "json": figure_json(figure, choice.variants() if choice else {}),
         "height": int(figure.layout.height or style.HEIGHT),
-        "broad": max(len(x_axes), len(bars))
-        > 1,  # panels or scales side by side, which a phone must not squeeze
+        # Panels or scales side by side, which a phone must not squeeze.
+        "broad": len(x_axes) > 1 or len(bars) > 1,
         "options": list(groups.items()),
         "chosen": choice.options[choice.start] if choice else None,
         "small": [by_key[key] for key in choice.grid if key in by_key] if choice else [],

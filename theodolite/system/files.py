@@ -91,6 +91,14 @@ def disk_errors(target: Path) -> Iterator[None]:
         raise WorkError(f"cannot write {target}: {full or why}: {remedy}choose another --out") from error
 
 
+def removed_if_empty(folder: Path) -> bool:
+    """Remove a folder that holds nothing, so that a result takes its name; True if it was there and empty."""
+    with disk_errors(folder):  # of a mount point
+        if empty := folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    return empty
+
+
 @contextmanager
 def locked(out: Path, another: str = "another --out") -> Iterator[None]:
     """Keep other processes out of what becomes `out`, by a file `OUT.lock` beside it, or raise `UsageError`."""

@@ -364,10 +364,9 @@ def reason_of(error: BaseException) -> str:
         return " ".join(str(error).split())  # the field, and what is wrong with it
     if "ignore_mismatched_sizes" in str(error):  # whose advice is for callers of transformers
         return "the shapes of its tensors are not those that its config.json asks for"
-    damaged = (
-        ": a file is cut short or damaged, download it again" if isinstance(error, SafetensorError) else ""
-    )
-    return (first_line(error) or type(error).__name__) + damaged
+    if isinstance(error, SafetensorError):
+        return f"{first_line(error)}: a file is cut short or damaged, download it again"
+    return first_line(error) or type(error).__name__
 
 
 def usable_device(device: str | torch.device | None) -> torch.device:

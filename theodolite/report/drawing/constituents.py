@@ -175,7 +175,7 @@ def qk_panels(
     rows = len(shown) // len(columns)
     limit = saturation([matrix.values for matrix in of_head if matrix.name != ATTENTION])
     layout = {"margin": {"l": 70, "t": 34, "r": 70, "b": 70}}
-    layout |= _colour_axes(limit, _range(matrices[ATTENTION].values)[1], rows, raw)
+    layout |= _colour_axes(limit, _colour_range(matrices[ATTENTION].values)[1], rows, raw)
     gaps = (MAP_GAPS[0], MAP_GAPS[1] / (MAP * rows))
     return panels(shown, len(columns), height=MAP, gaps=gaps, layout=layout)
 
@@ -186,12 +186,16 @@ def _matrix(matrix: HeadMatrix, names: list[str], raw: bool) -> dict[str, Any]:
     if matrix.name == ATTENTION:
         quantity, shared = matrix.name, {"coloraxis": "coloraxis2"}
     hover = f"query %{{y}}<br>key %{{x}}<br>{quantity} %{{z:.3g}}<extra></extra>"
-    return heat(matrix.values, *_range(matrix.values), hover, x=names, y=names, **shared)
+    return heat(matrix.values, *_colour_range(matrix.values), hover, x=names, y=names, **shared)
 
 
 def _range(values: Floats) -> tuple[float, float]:
     finite = values[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    return (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+
+
+def _colour_range(values: Floats) -> tuple[float, float]:
+    low, high = _range(values)
     return low, high if high > low else low + 1.0
 
 
@@ -200,7 +204,7 @@ def _note(matrix: HeadMatrix, raw: bool) -> str:
     share = percent(matrix.share) if math.isfinite(matrix.share) else ""
     notes = ["the model's own logits" if matrix.name == QK else share]
     if raw and matrix.name != ATTENTION:
-        notes.append(f"{number(np.nanmin(matrix.values))} to {number(np.nanmax(matrix.values))}")
+        notes.append(" to ".join(map(number, _range(matrix.values))))
     return ", ".join(filter(None, notes))
 
 
